@@ -1,0 +1,1 @@
+"""What every script imports: the maths, the rollout, and the plumbing around a training loop."""

@@ -1,0 +1,49 @@
+"""Advantages of groups of completions that answer the same prompt.
+
+Dims: P prompts, G completions per prompt.
+"""
+
+import torch
+
+
+def group_advantages(rewards: torch.Tensor, scale: str, eps: float = 1e-4) -> torch.Tensor:
+    """Rewards relative to the mean of their own group.
+
+    Args:
+        rewards: [P, G], row p holds the rewards of prompt p; NaN marks a completion that could not be scored.
+        scale: what the centred rewards are divided by: "group" (std of the group, as in the papers), "batch" (std of
+            all centred rewards, groups with equal rewards left out) or "none". Standard deviations have ddof 1.
+        eps: added to the standard deviation.
+
+    Returns:
+        [P, G] fp32. Exactly 0 where a group's scored rewards are all equal, and for unscored completions.
+
+    Raises:
+        ValueError: `rewards` is not [P, G], or another scale.
+
+    Source: arXiv 2507.18071, Eq. 6 (and arXiv 2402.03300, section 4.1); "none" is arXiv 2503.20783; "batch" follows
+    arXiv 2510.13786. The papers do not state ddof and eps.
+    """
+    if rewards.dim() != 2:
+        raise ValueError(f"rewards of shape {list(rewards.shape)}: must be [prompts, completions per prompt]")
+    if scale not in ("group", "batch", "none"):
+        raise ValueError(f"advantage scale {scale!r}: must be one of group, batch, none")
+    rewards = rewards.float()
+    scored = ~rewards.isnan()
+    count = scored.sum(-1, keepdim=True)
+    filled = torch.where(scored, rewards, 0.0)
+    centred = torch.where(scored, filled - filled.sum(-1, keepdim=True) / count.clamp(min=1), 0.0)
+
+    # compared, not computed: a mean of equal numbers is off by a rounding error, and dividing that by its own
+    # standard deviation would make an advantage of 1 out of nothing
+    highest = torch.where(scored, rewards, -torch.inf).amax(-1, keepdim=True)
+    lowest = torch.where(scored, rewards, torch.inf).amin(-1, keepdim=True)
+    varied = scored & (highest > lowest)
+    centred = torch.where(varied, centred, 0.0)
+    if scale == "group":
+        std = (centred.square().sum(-1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+        return centred / (std + eps)
+    if scale == "batch":
+        std = (centred.square().sum() / (varied.sum() - 1).clamp(min=1)).sqrt()
+        return centred / (std + eps)
+    return centred

@@ -1,0 +1,261 @@
+"""Checkpoints that are complete or absent, everything a resume needs, and a stop that saves first.
+
+A checkpoint is an ordinary transformers folder (model.safetensors, config, tokenizer) with three more files:
+`optimizer.safetensors` (fp32 masters and Adam state by parameter name), `rng.safetensors` (random number generators of
+every rank and device) and `state.json` (step, data position, configuration, sizes of all files). Nothing is pickled.
+"""
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from common import config, distributed
+from common.optim import AdamW
+from common.rollout import RolloutBatch
+
+STATE = "state.json"
+
+
+def newest(out_dir: str | Path) -> Path | None:
+    """The complete checkpoint with the most steps.
+
+    Args:
+        out_dir: of the run.
+
+    Returns:
+        Its folder, or None.
+    """
+    folders = sorted(Path(out_dir).glob("checkpoint-*"), key=lambda folder: folder.name)
+    return next((folder for folder in reversed(folders) if is_complete(folder)), None)
+
+
+def is_complete(folder: str | Path) -> bool:
+    """Whether every file the checkpoint was saved with is there, in its full size."""
+    state_file = Path(folder) / STATE
+    if not state_file.is_file():
+        return False
+    try:
+        files = json.loads(state_file.read_text())["files"]
+    except (ValueError, KeyError):  # cut off in the middle
+        return False
+    return all((Path(folder) / f).is_file() and (Path(folder) / f).stat().st_size == n for f, n in files.items())
+
+
+def find(out_dir: str, resume: str) -> Path | None:
+    """Which checkpoint a run starts from.
+
+    Args:
+        out_dir: of the run.
+        resume: "auto" (the newest complete one in out_dir, if any), "none" (start anew), or a checkpoint folder.
+
+    Returns:
+        The folder, or None to start anew.
+
+    Raises:
+        ValueError: the folder named is not a complete checkpoint; or "none", and out_dir already holds a run.
+    """
+    if resume == "auto":
+        folder = newest(out_dir)
+        distributed.print_main(f"resuming from {folder}" if folder else f"no checkpoint in {out_dir}: starting anew")
+        return folder
+    if resume == "none":
+        if newest(out_dir) or (Path(out_dir) / "metrics.jsonl").exists():
+            raise ValueError(f"out_dir = {out_dir!r} already holds a run: give another out_dir, or resume = 'auto'")
+        return None
+    if not is_complete(resume):
+        raise ValueError(
+            f"resume = {resume!r}: not a complete checkpoint; give a folder checkpoint-NNNNNN with all its files, "
+            "'auto', or 'none'"
+        )
+    return Path(resume)
+
+
+def save(
+    out_dir: str,
+    step: int,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    optimizer: AdamW,
+    position: int,
+    cfg: Any,
+) -> None:
+    """Saves a checkpoint; called by every rank, written by rank 0.
+
+    It is written beside its final place, synced to disk and renamed: a run killed in the middle, or a full disk, leaves
+    the older checkpoints as they were.
+
+    Args:
+        out_dir: of the run.
+        step: steps done.
+        model: the unwrapped policy.
+        tokenizer: saved with it.
+        optimizer: its state is saved.
+        position: prompts taken from the data so far, over all ranks.
+        cfg: the Config of the run, saved too; its newest `keep_checkpoints` checkpoints stay.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    rng_by_rank = distributed.gather_objects(_rng_state())
+    with distributed.together("save"):
+        if distributed.rank() == 0:
+            final = Path(out_dir) / f"checkpoint-{step:06d}"
+            for leftover in Path(out_dir).glob(".writing-*"):
+                shutil.rmtree(leftover)
+            folder = Path(out_dir) / f".writing-{final.name}"
+            folder.mkdir(parents=True)
+            try:
+                model.save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
+                save_file({k: v.detach().cpu().contiguous() for k, v in optimizer.state_dict().items()},
+                          folder / "optimizer.safetensors")  # fmt: skip
+                rng = {f"rank{r}/{name}": value for r, state in enumerate(rng_by_rank) for name, value in state.items()}
+                save_file(rng, folder / "rng.safetensors")
+                files = {path.name: path.stat().st_size for path in folder.iterdir()}
+                state = {"step": step, "position": position, "num_ranks": len(rng_by_rank), "files": files}
+                (folder / STATE).write_text(json.dumps({**state, "config": dataclasses.asdict(cfg)}, indent=1))
+                for path in [*folder.iterdir(), folder]:
+                    _sync(path)
+            except BaseException:  # a full disk, or a second Ctrl-C: what was written goes, the error stays
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            if final.exists():
+                shutil.rmtree(final)
+            os.rename(folder, final)
+            _sync(final.parent)
+            complete = sorted(f for f in Path(out_dir).glob("checkpoint-*") if is_complete(f))
+            for old in complete[: -cfg.keep_checkpoints]:
+                shutil.rmtree(old)
+
+
+def load(folder: Path, optimizer: AdamW, cfg: Any) -> tuple[int, int]:
+    """Restores optimizer and random number generators; the policy itself is loaded from the folder like any model.
+
+    Args:
+        folder: a complete checkpoint.
+        optimizer: its state is replaced, and with it the weights, by the fp32 masters.
+        cfg: the present Config; what differs from the saved one is printed, and holds.
+
+    Returns:
+        Steps done, and prompts taken from the data.
+    """
+    state = json.loads((folder / STATE).read_text())
+    optimizer.load_state_dict(load_file(folder / "optimizer.safetensors"))
+    prefix = f"rank{distributed.rank()}/"
+    with safe_open(folder / "rng.safetensors", "pt") as file:
+        rng = {key.removeprefix(prefix): file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}  # noqa: SIM118
+    if state["num_ranks"] != distributed.num_ranks():
+        distributed.print_main(
+            f"saved by {state['num_ranks']} process(es), resumed by {distributed.num_ranks()}: data order and sampling "
+            "go on as before; Python, NumPy and torch generators of new ranks start from the seed"
+        )
+    _restore_rng(rng)
+    for line in config.changed(state["config"], cfg):
+        distributed.print_main(f"changed since the checkpoint: {line}")
+    return state["step"], state["position"]
+
+
+@contextmanager
+def keep_batch(out_dir: str, step: int, micros: list[RolloutBatch]) -> Iterator[None]:
+    """Saves the micro-batches of a step whose numbers are not finite, before the run stops.
+
+    Args:
+        out_dir: of the run.
+        step: from 1.
+        micros: of the optimizer step inside the block.
+
+    Raises:
+        FloatingPointError: the one from the block, with the path of the saved batch.
+    """
+    try:
+        yield
+    except FloatingPointError as error:
+        path = Path(out_dir) / f"not_finite-step{step:06d}-rank{distributed.rank()}.safetensors"
+        tensors = {
+            f"micro{i}/{field.name}": getattr(micro, field.name).detach().cpu().contiguous()
+            for i, micro in enumerate(micros)
+            for field in dataclasses.fields(micro)
+            if getattr(micro, field.name) is not None
+        }
+        save_file(tensors, path)
+        raise FloatingPointError(f"step {step}: {error}; the batch is in {path}") from error
+
+
+def _rng_state() -> dict[str, torch.Tensor]:
+    version, words, gauss = random.getstate()
+    _, keys, place, has_gauss, cached = np.random.get_state()
+    state = {
+        "python": torch.tensor([version, *words], dtype=torch.int64),
+        "python_gauss": torch.tensor([float("nan") if gauss is None else gauss], dtype=torch.float64),
+        "numpy": torch.tensor([*keys.tolist(), place, has_gauss], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    for i in range(torch.cuda.device_count()):
+        state[f"cuda{i}"] = torch.cuda.get_rng_state(i)
+    return state
+
+
+def _restore_rng(state: dict[str, torch.Tensor]) -> None:
+    if not state:  # a rank that the saved run did not have
+        return
+    version, *words = state["python"].tolist()
+    gauss = state["python_gauss"].item()
+    random.setstate((version, tuple(words), None if gauss != gauss else gauss))
+    *keys, place, has_gauss = state["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), place, has_gauss, state["numpy_gauss"].item()))
+    torch.set_rng_state(state["torch"])
+    for i in range(torch.cuda.device_count()):
+        if f"cuda{i}" in state:
+            torch.cuda.set_rng_state(state[f"cuda{i}"], i)
+
+
+def _sync(path: Path) -> None:
+    """Makes a file or a folder entry survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[list[str]]:
+    """Turns the first Ctrl-C or SIGTERM into a note, so that the step can be finished and saved; a second one stops.
+
+    Yields:
+        A list; it is no longer empty once a signal came.
+    """
+    received: list[str] = []
+    first = 0.0
+
+    def note(number: int, frame: Any) -> None:
+        nonlocal first
+        if received and time.monotonic() - first > 2.0:  # torchrun passes on what the terminal has sent already
+            raise KeyboardInterrupt
+        if received:
+            return
+        first = time.monotonic()
+        received.append(signal.Signals(number).name)
+        distributed.print_main(f"\n{received[0]}: finishing this step, then saving; once more stops at once")
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

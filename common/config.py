@@ -1,0 +1,110 @@
+"""Command line of a script from its Config dataclass: one option per field, the trailing comment is its help."""
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import inspect
+import io
+import sys
+import textwrap
+import tokenize
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def require(holds: bool, value: str, rule: str, remedy: str) -> None:
+    """Raises a ValueError in the form every configuration error has.
+
+    Args:
+        holds: whether the rule is kept.
+        value: what was given, "batch_size = 0".
+        rule: what must hold, "must be at least 1".
+        remedy: what to change, "set batch_size to the prompts of one step".
+
+    Raises:
+        ValueError: `holds` is false.
+    """
+    if not holds:
+        raise ValueError(f"{value}: {rule}; {remedy}")
+
+
+def comments(cls: type) -> dict[str, str]:
+    """The trailing comment of every field of a dataclass.
+
+    Args:
+        cls: a dataclass whose source can be read.
+
+    Returns:
+        Field name -> comment without the "#"; "" for a field without one.
+    """
+    source = textwrap.dedent(inspect.getsource(cls))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    by_line = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+    fields = [node for node in ast.parse(source).body[0].body if isinstance(node, ast.AnnAssign)]
+    return {node.target.id: by_line.get(node.end_lineno, "") for node in fields}
+
+
+def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
+    """Reads a Config from the command line: `--name value` is the same as editing the field's line.
+
+    Args:
+        cls: a dataclass with fields of type str, int, float or bool.
+        argv: the arguments; those of the process by default.
+
+    Returns:
+        An instance of `cls`.
+
+    Raises:
+        SystemExit: an unknown option (the closest name is suggested), or a value that breaks a rule; code 2.
+    """
+    parser = argparse.ArgumentParser(description=cls.__doc__, allow_abbrev=False)
+    helps = comments(cls)
+    for field in dataclasses.fields(cls):
+        text = f"{helps.get(field.name, '')} (default: {field.default!r})".replace("%", "%%").strip()
+        if field.type in (bool, "bool"):
+            parser.add_argument(f"--{field.name}", type=_bool, nargs="?", const=True, default=field.default, help=text)
+        else:
+            parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default, help=text)
+    argv = [_underscored(arg) for arg in (sys.argv[1:] if argv is None else argv)]
+    values, unknown = parser.parse_known_args(argv)
+    if unknown:
+        close = difflib.get_close_matches(unknown[0].split("=")[0].lstrip("-"), helps, n=1)
+        parser.error(f"unknown option {unknown[0]}" + (f"; did you mean --{close[0]}?" if close else ""))
+    try:
+        return cls(**vars(values))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def changed(old: dict[str, Any], cfg: Any) -> list[str]:
+    """What differs between a saved configuration and the present one.
+
+    Args:
+        old: the saved fields.
+        cfg: a dataclass instance.
+
+    Returns:
+        One line "name: old -> new" per field that differs.
+    """
+    new = dataclasses.asdict(cfg)
+    names = [name for name in new if name in old and old[name] != new[name]]
+    return [f"{name}: {old[name]!r} -> {new[name]!r}" for name in names]
+
+
+def _bool(text: str) -> bool:
+    if text.lower() in ("true", "1", "yes", "on"):
+        return True
+    if text.lower() in ("false", "0", "no", "off"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} is not a truth value: use true or false")
+
+
+def _underscored(arg: str) -> str:
+    """--learning-rate=1e-6 as --learning_rate=1e-6."""
+    if not arg.startswith("--"):
+        return arg
+    name, equals, value = arg.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value

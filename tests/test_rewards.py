@@ -1,0 +1,672 @@
+"""Rewards: answers are read and compared as stated, hostile text cannot stop a run, bad values never pass."""
+
+import concurrent.futures
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common import rewards
+from common.rewards import answers_match, extract_answer, last_boxed, last_number, score, to_fraction
+
+ROOT = Path(__file__).resolve().parents[1]
+TOWER = r"\boxed{5^{5^{5^{5^5}}}}"  # no computer finishes this one
+nan = math.nan
+
+
+def constant(values, name="constant"):
+    """A reward function that returns `values`."""
+
+    def function(completions, answers, **columns):
+        return values
+
+    function.__name__ = name
+    return function
+
+
+def run_score(values, size=4):
+    return score([(constant(values), 1.0)], [f"completion {i}" for i in range(size)], ["1"] * size, {})
+
+
+# Reading an answer
+
+
+@pytest.mark.parametrize(
+    ("text", "boxed"),
+    [
+        (r"\boxed{42}", "42"),
+        (r"\boxed {42}", "42"),
+        (r"so \boxed{\frac{1}{\sqrt{2}}} is it", r"\frac{1}{\sqrt{2}}"),
+        (r"\fbox{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed 42", "42"),
+        (r"$\boxed 42$", "42"),
+        (r"I first got \boxed{3}, no: \boxed{4}.", "4"),
+        (r"\boxed{1} ... so \boxed{1}", "1"),
+        (r"\boxed{3}, so \boxed{4", "3"),
+        (r"\boxed{3, so \boxed{4}", "4"),
+        (r"\boxed{\boxed{4}}", "4"),
+        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+        (r"} \boxed{4} {", "4"),
+        (r"\boxed{4", None),
+        (r"\boxedness{4}", None),
+        ("42", None),
+    ],
+)
+def test_last_boxed(text, boxed):
+    assert last_boxed(text) == boxed
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("the grid is 2x3", "3"),
+        ("at 7:30", "30"),
+        ("The answer is 3.14.", "3.14"),
+        ("The total is 72 clips, altogether.", "72"),
+        ("**42**", "42"),
+        ("42。", "42"),
+        ("it is 42 。", "42"),
+        ("costs $1,234.00", "1234.00"),
+        ("1,234,567 ants", "1234567"),
+        ("1,23", "23"),
+        ("1,234,56", "56"),
+        ("12345,678", "678"),
+        ("The final value is 13.20%.", "13.20%"),
+        (r"up 60\%", "60%"),
+        ("a half is 1/2", "1/2"),
+        (r"it is $\frac{1}{2}$.", "1/2"),
+        (r"it is $-\dfrac34$.", "-3/4"),
+        ("takes 2 1/2 cups", "2 1/2"),
+        ("on 3/4/2020", "2020"),
+        ("it is -5", "-5"),
+        ("it is \N{MINUS SIGN}5", "-5"),
+        ("a change of +5", "5"),
+        ("a loss of -$5", "-5"),
+        ("10-5", "5"),
+        ("x-5", "5"),
+        ("about .5 m", ".5"),
+        ("it is 1e5 m", "1e5"),
+        ("sorted: 01347", "01347"),
+        (",", None),
+        ("no idea", None),
+        ("", None),
+    ],
+)
+def test_last_number(text, number):
+    assert last_number(text) == number
+
+
+def test_numbers_survive_writing_and_reading():
+    rng = random.Random(0)
+    for _ in range(300):
+        n, cents = rng.randint(-(10**9), 10**9), rng.randint(0, 99)
+        for text in (f"{n}", f"{n:,}", f"{n:,}.00", f"${n:,}$", f"{n}/1", rf"\boxed{{{n:,}}}"):
+            assert to_fraction(extract_answer(text)) == n, text
+        assert to_fraction(last_number(f"so it is {n:,}.{cents:02d}, they say.")) == Fraction(f"{n}.{cents:02d}")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1,234.50", Fraction(2469, 2)),
+        ("-1/2", Fraction(-1, 2)),
+        (r"2\frac{1}{2}", Fraction(5, 2)),
+        ("60%", Fraction(3, 5)),
+        ("2e3", Fraction(2000)),
+        ("1/0", None),
+        ("1,23", None),
+        ("(1,234)", None),
+        ("5 apples", None),
+        ("3 4", None),
+        ("1e999999999", None),
+        ("9" * 5000, None),
+        ("", None),
+    ],
+)
+def test_to_fraction_is_exact_and_refuses_everything_else(text, value):
+    assert to_fraction(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<think>1</think> 2 <think>3</think>the answer is 4", "4"),
+        ("<think>the answer is 4", None),
+        ("<think>a</think>4", "4"),
+        (r"<think>..</think><answer>\boxed{42}</answer>", "42"),
+        ("<answer>1</answer> no, <answer>\n2\n</answer>", "2"),
+        ("5 <answer>The answer is 42.</answer> 7", "42"),
+        ("<answer>Paris</answer>", "Paris"),
+        ("<answer>42", None),
+        ("4 <answer></answer>", None),
+        ("</answer> 3 <answer>", None),
+        (r"#### 7, that is \boxed{8}", "8"),
+        (r"4 in \boxed{}", None),
+        (r"\boxed{4", None),
+        ("2+40=42\n#### 42\n" + "and 7 more words " * 30, "42"),
+        ("2+40=42\n#### 42 " + "and 7 more words " * 30, "42"),
+        ("#### 42\n" + "7" * 480, "42"),
+        ("#### 1\n#### 2", "2"),
+        ("####\n42", "42"),
+        ("#### **42**", "42"),
+        ("#### The answer is 42, not 7", "42"),
+        (r"#### \frac{1}{2}", r"\frac{1}{2}"),
+        ("#### x^2 + 1", "x^2 + 1"),
+        ("#### 42个苹果", "42"),
+        ("2 #### ,", None),
+        ("first 5, then 1,234 clips.", "1234"),
+        ("[1, 2)", "[1, 2)"),
+        ("x = 4", "x = 4"),
+        ("no idea", None),
+        ("", None),
+    ],
+)
+def test_extract_answer_follows_the_stated_order(text, answer):
+    assert extract_answer(text) == answer
+
+
+def test_reading_is_fast_on_hostile_text_and_never_raises():
+    pieces = [
+        r"\boxed{",
+        "{",
+        "}",
+        "(",
+        "[",
+        "1,",
+        "1/",
+        " ",
+        "a",
+        "1",
+        "####",
+        "<answer>",
+        r"\frac{1}",
+        "-",
+        "\\",
+        "9,999",
+    ]
+    start = time.process_time()
+    for piece in pieces:
+        extract_answer(piece * 10_000)
+        last_number(piece * 10_000)
+    rng = random.Random(0)
+    for _ in range(300):
+        text = "".join(rng.choices([*pieces, "</answer>", r"\boxed 4", "%", ".", "=", ")", "\n"], k=20))
+        found = extract_answer(text)
+        assert found is None or found.strip() == found != ""
+        assert last_boxed(text) is None or last_boxed(text) in text
+    assert time.process_time() - start < 5  # seconds; a quadratic pattern takes minutes
+
+
+# Comparing two answers
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "expected"),
+    [
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{3}", 0),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
+        (r"I first got \boxed{3}, no: \boxed{4}.", "4", 1),
+        (r"\boxed{1} ... so \boxed{1}", "1", 1),
+        (r"\boxed{4", "4", 0),
+        (r"\fbox{42}", "42", 1),
+        (r"\fbox{\frac{1}{2}}", r"\frac{1}{2}", 1),
+        (r"\boxed 42", "42", 1),
+        ("2+40=42\n#### 42\n" + "and so on " * 48, "42", 1),
+        ("#### 1,234", "1234", 1),
+        (r"\boxed{70,000}", "70000", 1),
+        (r"\boxed{70{,}000}", "70000", 1),
+        ("$1,234.00", "1234", 1),
+        ("1,23", "123", 0),
+        ("The total is 72 clips, altogether.", "72", 1),
+        ("#### ,", "72", 0),
+        ("#### 42.", "42", 1),
+        ("(42)", "42", 1),
+        ("42!", "42", 1),
+        ("**42**", "42", 1),
+        ("42。", "42", 1),
+        ("60%", "60%", 1),
+        (r"60\%", "60%", 1),
+        (r"\boxed{60\%}", "60%", 1),
+        ("0.6", "60%", 1),
+        ("60", "60%", 0),
+        ("60%", "60", 0),
+        ("The final value is 13.20%.", "13.20%", 1),
+        ("1/2", "1/2", 1),
+        (r"\frac12", "1/2", 1),
+        (r"\dfrac{1}{2}", "1/2", 1),
+        ("0.5", "1/2", 1),
+        ("#### 1/2", "1/2", 1),
+        ("1", "1/2", 0),
+        ("2", "1/2", 0),
+        ("0.333333", "1/3", 0),
+        (r"<think>..</think><answer>\boxed{42}</answer>", "42", 1),
+        ("The answer is 10", "1", 0),
+        ("not 4, it is 5", "4", 0),
+        ("[1,2]", "(1,2)", 0),
+        ("(1,2)", "(1,2)", 1),
+        ("(1, 2]", "(1,2)", 0),
+        (r"\left(1, \frac12\right)", "(1, 0.5)", 1),
+        ("(2,1)", "(1,2)", 0),
+        ("(1,2,3)", "(1,2)", 0),
+        ("2, 3", "2, 3", 1),
+        ("3, 2", "2, 3", 1),
+        ("2, 2", "2, 3", 0),
+        ("3", "2, 3", 0),
+        ("2, 3", "3", 0),
+        (r"\boxed{x=2 \text{ or } x=3}", "2, 3", 1),
+        ("<answer>x = 2 or x = 3</answer>", "2", 0),
+        ("2 and 3", "2, 3", 1),
+        ("2, 3", "2 and 3", 1),
+        (r"\boxed{\{3,2\}}", r"\{2,3\}", 1),
+        ("((1,2),3)", "((1,2),3)", 1),
+        ("((1,2),3)", "((2,1),3)", 0),
+        ("\N{MINUS SIGN}3", "-3", 1),
+        ("3", "-3", 0),
+        (r"\boxed{x = 42}", "42", 1),
+        (r"\boxed{C}", r"\text{(C)}", 1),
+        (r"\boxed{Paris}", "Paris", 1),
+        (r"\boxed{London}", "Paris", 0),
+        ("13479", "13479", 1),
+        ("the digits are 13479", "13479", 1),
+        ("13497", "13479", 0),
+        ("", "1", 0),
+        (r"\boxed{6}", "see figure", nan),
+        ("no idea", "see figure", nan),
+        ("see figure", "see figure", nan),
+        ("6", "", nan),
+        (r"\boxed{6}", "6", 1),
+        ("#### 18", "16 - 3 - 4 = 9 eggs\n9 * 2 = $18\n#### 18", 1),
+        ("#### 9", "16 - 3 - 4 = 9 eggs\n9 * 2 = $18\n#### 18", 0),
+        ("1", "#### see figure", nan),
+    ],
+)
+def test_answers_match_without_math_verify(completion, gold, expected, monkeypatch):
+    monkeypatch.setattr(rewards, "_math_verify", lambda *question: pytest.fail(f"Math-Verify was asked {question}"))
+    assert answers_match(completion, gold) == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "expected"),
+    [
+        (r"\boxed{(x+1)^2}", "x^2 + 2x + 1", 1),
+        (r"\boxed{x^2 + 2x}", "x^2 + 2x + 1", 0),
+        (r"\boxed{\frac{\sqrt{2}}{2}}", r"\frac{1}{\sqrt{2}}", 1),
+        (r"\boxed{18\text{ dollars}}", "#### 18", 1),
+        (r"\boxed{\sqrt{16}}", "4", 1),
+        (r"\boxed{\sqrt{1000000}}", "1,000", 1),
+        (r"\boxed{x \le 4}", "4", 0),
+        (r"\boxed{4 or 5 apples}", "4", 0),
+        (r"\boxed{x + 10}", "10", 0),
+        (r"\boxed{[1,2]\cup(3,4)}", r"(1,2)\cup(3,4)", 0),
+        (r"\boxed{(3,4)\cup(1,2)}", r"(1,2)\cup(3,4)", 1),
+        (r"(\frac{\sqrt2}{2}, 3)", r"(\frac{1}{\sqrt2}, 3)", 1),
+        (r"\boxed{1}", r"\foo{3}", nan),
+        ("no idea", r"\foo{3}", nan),
+        (r"\boxed{\foo{3}}", "3", 0),
+        ("\\boxed{\ud800 + x}", "3", 0),
+        ("9**9**9", "1", 0),
+    ],
+)
+def test_answers_match_with_math_verify(completion, gold, expected):
+    assert answers_match(completion, gold) == pytest.approx(expected, nan_ok=True)
+
+
+def test_hostile_expression_is_wrong_within_the_limit_in_a_thread_and_the_next_one_is_scored():
+    assert answers_match(r"\boxed{1+x}", "x+1") == 1  # the process is up: its start is not part of the limit
+    handler = signal.getsignal(signal.SIGALRM)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        start = time.perf_counter()
+        assert pool.submit(answers_match, TOWER, r"\boxed{1}", limit=1.0).result() == 0
+        assert time.perf_counter() - start < 4
+        pairs = [(r"\boxed{2+x}", "x+2"), (r"\boxed{3+x}", "x+2"), (r"\boxed{4+x}", "x+4"), (r"\boxed{5+x}", "x+4")]
+        assert list(pool.map(lambda pair: answers_match(*pair), pairs)) == [1, 0, 1, 0]
+    assert signal.getsignal(signal.SIGALRM) is handler
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_grader_that_dies_leaves_the_row_unscored_and_comes_back(monkeypatch):
+    assert answers_match(r"\boxed{6+x}", "x+6") == 1
+    rewards._grader.child.kill()
+    rewards._grader.child.wait()
+    assert answers_match(r"\boxed{7+x}", "x+7") == 1  # found dead before the question: started again
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rewards._grader.child, "poll", lambda: os.kill(rewards._grader.child.pid, signal.SIGKILL))
+        assert math.isnan(answers_match(r"\boxed{8+x}", "x+8"))
+    assert answers_match(r"\boxed{8+x}", "x+8") == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_forked_process_starts_its_own_grader():
+    assert answers_match(r"\boxed{9+x}", "x+9") == 1
+    if (pid := os.fork()) == 0:
+        os._exit(0 if rewards._grader.child is None and not rewards._grader.lock.locked() else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_missing_math_verify_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    monkeypatch.setattr(rewards, "_grader", rewards._Grader())
+    with pytest.raises(ImportError, match="pip install math-verify"):
+        answers_match(r"\boxed{x}", "x - 1 + 1 + 0")
+    assert answers_match("0.5", "1/2") == 1  # numbers do not need it
+
+
+def test_limit_must_be_a_time():
+    with pytest.raises(ValueError, match=r"limit = 0.* positive"):
+        answers_match(r"\boxed{x}", "x + 0", limit=0.0)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_grader_ends_with_its_parent_and_does_not_run_the_script_again(tmp_path):
+    script = f"""  # no main guard
+import sys
+from unittest import mock
+sys.path.insert(0, {str(ROOT)!r})
+sys.modules["torch"] = mock.MagicMock()  # takes seconds to import, and the grader does not need it
+open(sys.argv[1], "a").write("started\\n")
+from common import rewards
+assert rewards.answers_match(r"\\boxed{{x+1}}", "1+x") == 1
+print(rewards._grader.child.pid, flush=True)
+if sys.argv[2] == "hang":
+    rewards.answers_match(r"{TOWER}", "1", limit=3.0)
+"""
+    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "sympy.py").write_text("raise SystemExit('a file of the working folder was imported')")
+    (tmp_path / "run.py").write_text(
+        "import runpy, sys; sys.path.pop(0); runpy.run_path('train.py', run_name='__main__')"
+    )
+    runs = {
+        mode: subprocess.Popen(
+            [sys.executable, "run.py", f"{mode}.log", mode], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+        )
+        for mode in ("exit", "hang")
+    }
+    graders = {mode: int(run.stdout.readline()) for mode, run in runs.items()}
+    time.sleep(0.5)
+    assert is_running(graders["hang"])
+    runs["hang"].send_signal(signal.SIGKILL)  # in the middle of an evaluation
+    assert [run.wait(timeout=20) for run in runs.values()] == [0, -signal.SIGKILL]
+    deadline = time.monotonic() + 6
+    while any(map(is_running, graders.values())) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(is_running, graders.values()))
+    assert [(tmp_path / f"{mode}.log").read_text() for mode in runs] == ["started\n"] * 2
+
+
+# Reward functions
+
+
+def test_math_match_and_numeric_match():
+    completions = ["#### 1,234", r"\boxed{0.5}", "4", "6", "3+4=7", r"\boxed{\frac{12}{2}}"]
+    answers = ["1234", "1/2", "5", "see figure", "7", "6"]
+    expected = [1, 1, 0, nan, 1, 1]
+    for function in (rewards.math_match, rewards.numeric_match):
+        assert function(completions, answers, prompts=["p"] * 6) == pytest.approx(expected, nan_ok=True)
+    assert rewards.numeric_match([r"\boxed{x <= 5}", "5"], ["5", "x"]) == pytest.approx([0, nan], nan_ok=True)
+
+
+def test_exact_match_takes_the_whole_text():
+    assert rewards.exact_match([" 42\n", "is 42", "42.0"], ["42", "42", "42"], prompts=[1, 2, 3]) == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>a\nb</think><answer>1</answer>", 1),
+        ("\n<think>a</think>\n\n<answer>\n1\n</answer>\n", 1),
+        ("<think>x</think><think>y</think><answer>1</answer><answer>2</answer>", 0),
+        ("<think>x</think><answer>1</answer><answer>2</answer>", 0),
+        ("<think>x<answer>1</answer></think>", 0),
+        ("<answer>1</answer><think>x</think>", 0),
+        ("well <think>x</think><answer>1</answer>", 0),
+        ("<think>x</think> so <answer>1</answer>", 0),
+        ("<think>x</think><answer>1", 0),
+        ("1", 0),
+    ],
+)
+def test_format_reward(text, expected):
+    assert rewards.format_reward([text], ["1"]) == [expected]
+
+
+def test_length_reward_is_highest_at_the_target_and_width_moves_the_far_end():
+    def values(lengths, *args):
+        n = len(lengths)
+        return rewards.length_reward(*args)(["x"] * n, ["1"] * n, completion_tokens=lengths, prompts=["p"] * n)
+
+    assert values([20, 10, 30, 40, 200, 0], 20) == [1.0, 0.5, 0.5, 0.0, 0.0, 0.0]
+    assert values([20, 10, 30, 60, 100, 0], 20, 80) == [1.0, 0.875, 0.875, 0.5, 0.0, 0.75]
+    with pytest.raises(ValueError, match="no column completion_tokens"):
+        rewards.length_reward(20)(["x"], ["1"])
+    for bad in [(0,), (20, 0)]:
+        with pytest.raises(ValueError, match="at least 1"):
+            rewards.length_reward(*bad)
+
+
+def word_tokenizer(**special):
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "<s>", "</s>", "<pad>", "user", "assistant", ":", "word", "a", "b", "c", "d", "好"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s+"), "removed")
+    if special.get("split_characters"):
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s+|(?<=好)(?=好)"), "removed")
+    special.pop("split_characters", None)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", **special)
+
+
+def test_length_reward_counts_tokens_not_characters():
+    function = rewards.length_reward(256, 100, word_tokenizer(split_characters=True))
+    texts = ["好" * 256, "word " * 256, "word " * 206]
+    assert function(texts, ["1"] * 3) == [1.0, 1.0, 0.5]
+    assert function(texts, ["1"] * 3, completion_tokens=[306, 256, 256]) == [0.5, 1.0, 1.0]  # the column wins
+
+
+# Scoring a batch
+
+
+def test_score_adds_weighted_values_and_passes_the_columns():
+    def uses_columns(completions, answers, completion_tokens, **columns):
+        assert columns == {"level": ["x", "y"]}
+        return [float(n) for n in completion_tokens]
+
+    columns = {"completion_tokens": [3, 5], "level": ["x", "y"]}
+    extra = {"reward_model": (torch.tensor([0.25, -1.0], dtype=torch.bfloat16), 2.0)}
+    functions = [(uses_columns, 0.5), (rewards.exact_match, 1.0)]
+    total, parts = score(functions, ["a", "b"], ["a", "a"], columns, extra)
+    assert total.tolist() == [0.5 * 3 + 1 + 0.5, 0.5 * 5 + 0 - 2]
+    assert {name: part.tolist() for name, part in parts.items()} == {
+        "uses_columns": [3, 5],
+        "exact_match": [1, 0],
+        "reward_model": [0.25, -1],
+    }
+    assert {total.dtype} | {part.dtype for part in parts.values()} == {torch.float32}
+    assert score([], ["a", "b"], ["a", "a"], {}, extra)[0].tolist() == [0.5, -2]
+
+
+def test_values_of_any_number_type_become_floats_that_json_can_write():
+    values = [np.float32(1), np.int64(0), True, torch.tensor(0.5)]
+    total, _ = run_score(values)
+    assert json.dumps(total.tolist()) == "[1.0, 0.0, 1.0, 0.5]"
+    for values in ((1, 0, 1, 0.5), np.array([1, 0, 1, 0.5]), torch.tensor([1, 0, 1, 0.5])):
+        assert run_score(values)[0].tolist() == [1.0, 0.0, 1.0, 0.5]
+
+
+def test_nan_is_unscored_and_stays_in_its_row():
+    total, _ = run_score([1.0, nan, 0.0, 1.0])
+    assert total.isnan().tolist() == [False, True, False, False]
+    assert total[[0, 2, 3]].tolist() == [1, 0, 1]
+    # a function that only reports cannot drop a row
+    functions = [(constant([1, 1], "used"), 1.0), (constant([nan, 1], "reported"), 0.0)]
+    assert score(functions, ["a", "b"], ["1", "1"], {})[0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("values", [[nan] * 4, [math.nan, float("nan"), np.nan, torch.tensor(nan)]])
+def test_all_rows_unscored_stops(values):
+    with pytest.raises(ValueError, match="constant is NaN in all 4 rows"):
+        run_score(values)
+
+
+def test_rows_unscored_by_different_functions_stop_too():
+    functions = [(constant([nan, 1], "first"), 1.0), (constant([1, nan], "second"), 1.0)]
+    with pytest.raises(ValueError, match="weighted sum is NaN in all 2 rows"):
+        score(functions, ["a", "b"], ["1", "1"], {})
+
+
+@pytest.mark.parametrize(
+    ("values", "got"),
+    [
+        ([1.0], "1 values"),
+        ([1.0] * 7, "7 values"),
+        (1.0, "one float"),
+        (torch.tensor(1.0), "one float"),
+        (np.float32(1), "one float"),
+        (None, "one NoneType"),
+        ("11111111", "one str"),
+        ({i: 1.0 for i in range(8)}, "one dict"),
+        ((1.0 for _ in range(8)), "one generator"),
+        (torch.ones(1, 8), "1 values"),
+    ],
+)
+def test_wrong_number_of_values_is_refused(values, got):
+    with pytest.raises(ValueError, match=f"reward constant returned {got}, expected 8"):
+        run_score(values, size=8)
+
+
+@pytest.mark.parametrize(
+    "bad", [None, math.inf, -math.inf, "1.0", [1.0], 1j, 10**400, 1e39, torch.ones(1), np.inf, torch.tensor(-math.inf)]
+)
+def test_value_that_is_no_finite_number_is_refused(bad):
+    with pytest.raises(ValueError, match=r"(?s)reward constant is .* in row 2, 'completion 2': must be a finite"):
+        run_score([1.0, 0.0, bad, 1.0])
+    with pytest.raises(ValueError, match=r"(?s)reward model_x is .* in row 1, 'b'"):
+        score([], ["a", "b"], ["1", "1"], {}, {"model_x": ([0.0, bad], 1.0)})
+
+
+def test_two_dimensional_scores_are_refused():
+    with pytest.raises(ValueError, match=r"reward constant is \[1.0\] in row 0"):
+        run_score(torch.ones(4, 1))
+
+
+def test_exception_names_the_function_and_keeps_its_cause():
+    calls = []
+
+    def fails_the_second_time(completions, answers, **columns):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyError("level")
+        return [1.0] * len(completions)
+
+    functions = [(fails_the_second_time, 1.0)]
+    assert score(functions, ["a", "b"], ["1", "1"], {})[0].tolist() == [1, 1]
+    with pytest.raises(RuntimeError, match="fails_the_second_time raised KeyError on rows 0 to 1") as caught:
+        score(functions, ["a", "b"], ["1", "1"], {})
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_names_weights_and_columns_are_checked():
+    one = (constant([1.0]), 1.0)
+    for functions, extra in [([], None), ([], {}), ([one, one], None), ([one], {"constant": ([1.0], 1.0)})]:
+        with pytest.raises(ValueError, match="at least one, each with its own name"):
+            score(functions, ["a"], ["1"], {}, extra)
+    with pytest.raises(ValueError, match="constant has weight inf"):
+        score([(one[0], math.inf)], ["a"], ["1"], {})
+    with pytest.raises(ValueError, match="column level has 2 values for 1 completions"):
+        score([one], ["a"], ["1"], {"level": [1, 2]})
+    with pytest.raises(ValueError, match="column answers has 2 values for 1 completions"):
+        score([one], ["a"], ["1", "2"], {})
+
+
+# Reward models
+
+TEMPLATE = "{% for m in messages %}{{ '<s> ' if loop.first }}{{ m.role }} : {{ m.content }} {% endfor %}</s>"
+
+
+def save_reward_model(folder, num_labels=1, template=None, base_only=False, **special):
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=13,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        num_labels=num_labels,
+        pad_token_id=None,
+        initializer_range=0.5,
+    )
+    (LlamaForCausalLM if base_only else LlamaForSequenceClassification)(config).save_pretrained(folder)
+    tokenizer = word_tokenizer(**special)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("special", [{"unk_token": "<unk>"}, {"bos_token": "<s>"}, {"pad_token": "<pad>"}])
+def test_reward_model_scores_do_not_depend_on_the_batch(tmp_path, capsys, special):
+    model = rewards.RewardModel(save_reward_model(tmp_path, template=TEMPLATE, **special), "cpu", torch.float32)
+    assert ("no pad token: padding with" in capsys.readouterr().out) == ("pad_token" not in special)
+    prompts = ["a", [{"role": "user", "content": "a b"}], "c c c c c", "d"]
+    completions = ["b", "c d", "a a a", "b c d a b c"]
+    together = model.scores(prompts, completions)
+    assert together.shape == (4,) and together.dtype == torch.float32 and together.device.type == "cpu"
+    assert not together.is_inference() and not model.model.training
+    assert together.std() > 0.01
+    for other in (model.scores(prompts, completions, batch_size=1), model.scores(prompts, completions, batch_size=3)):
+        torch.testing.assert_close(other, together, atol=1e-5, rtol=0)
+    torch.testing.assert_close(model.scores(prompts[::-1], completions[::-1]), together.flip(0), atol=1e-5, rtol=0)
+    # by hand: one start token, the template, and the head on the last token, which is the end token
+    ids = torch.tensor([[1, 4, 6, 8, 5, 6, 9, 2]])
+    hidden = model.model.model(ids).last_hidden_state[0, -1]
+    torch.testing.assert_close(model.model.score(hidden)[0], together[0], atol=1e-5, rtol=0)
+    assert model.scores([], []).shape == (0,)
+
+
+def test_reward_model_without_template_joins_the_texts(tmp_path):
+    model = rewards.RewardModel(save_reward_model(tmp_path, unk_token="<unk>"))
+    as_text = model.scores(["a b "], ["c"])
+    as_messages = model.scores([[{"role": "system", "content": "a"}, {"role": "user", "content": "b "}]], ["c"])
+    torch.testing.assert_close(as_text, as_messages)
+    hidden = model.model.model(torch.tensor([[8, 9, 10]])).last_hidden_state[0, -1]
+    torch.testing.assert_close(model.model.score(hidden), as_text, atol=1e-5, rtol=0)
+
+
+def test_reward_model_refuses_what_it_cannot_score(tmp_path):
+    model = rewards.RewardModel(save_reward_model(tmp_path, unk_token="<unk>"))
+    with pytest.raises(ValueError, match="0 to 1 tokens: the reward model reads 1 to 32"):
+        model.scores(["", "a"], ["", ""])
+    with pytest.raises(ValueError, match="1 to 33 tokens"):
+        model.scores(["a", "a "], ["", "b " * 32])
+    with pytest.raises(ValueError):
+        model.scores(["a"], ["b", "c"])
+    with torch.no_grad():
+        model.model.score.weight.fill_(math.nan)
+    with pytest.raises(ValueError, match="scores nan in row 0, 'ab'"):
+        model.scores(["a"], ["b"])
+
+
+def test_reward_model_refuses_a_checkpoint_that_is_no_reward_model(tmp_path):
+    with pytest.raises(ValueError, match="has 2 labels"):
+        rewards.RewardModel(save_reward_model(tmp_path / "two", num_labels=2))
+    with pytest.raises(ValueError, match=r"lacks the weights \['score.weight'\]"):
+        rewards.RewardModel(save_reward_model(tmp_path / "base", base_only=True))

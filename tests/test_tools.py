@@ -1,0 +1,290 @@
+"""The command-line tools that stand beside training: model conversion, the arithmetic task, the plot."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+
+
+def load_script(name):
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("script", "package"), [("gguf_to_hf", "gguf"), ("plot_run", "matplotlib")])
+def test_a_missing_package_is_named(monkeypatch, script, package):
+    monkeypatch.setitem(sys.modules, package, None)  # what Python does for a package that is not installed
+    with pytest.raises(ImportError, match=f"pip install {package}"):
+        load_script(script)
+
+
+# --- make_arithmetic.py ---
+
+
+def read_rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def problem(row):
+    left, sign, right = row["prompt"].split("What is ")[1].split("?")[0].split()
+    return int(left), sign, int(right)
+
+
+@pytest.fixture(scope="module")
+def arithmetic():
+    return load_script("make_arithmetic")
+
+
+def test_arithmetic_answers_are_right_and_problems_differ(arithmetic, tmp_path):
+    arithmetic.main([str(tmp_path), "--train", "300", "--test", "100"])
+    train, test = read_rows(tmp_path / "train.jsonl"), read_rows(tmp_path / "test.jsonl")
+    assert (len(train), len(test)) == (300, 100)
+    keys = set()
+    for row in train + test:
+        left, sign, right = problem(row)
+        assert 10 <= left <= 99 and 10 <= right <= 99
+        answer = left + right if sign == "+" else left - right
+        assert row["answer"] == str(answer) and answer >= 0
+        keys.add((sign, frozenset((left, right))))  # a + b and b + a count as one
+    assert len(keys) == 400
+    additions = sum(problem(row)[1] == "+" for row in train)
+    assert 110 < additions < 190
+
+
+def test_arithmetic_seed_decides_and_train_size_keeps_the_test_set(arithmetic, tmp_path):
+    for name, arguments in {"a": [], "b": [], "c": ["--seed", "1"], "d": ["--train", "7000"]}.items():
+        arithmetic.main([str(tmp_path / name), *arguments])
+    files = {name: (tmp_path / name / "test.jsonl").read_text() for name in "abcd"}
+    assert files["a"] == files["b"] == files["d"] != files["c"]
+    assert (tmp_path / "a/train.jsonl").read_text() == (tmp_path / "b/train.jsonl").read_text()
+
+
+@pytest.mark.parametrize(("option", "value"), [("--train", "9000"), ("--test", "0")])
+def test_arithmetic_refuses_impossible_sizes(arithmetic, tmp_path, option, value):
+    with pytest.raises(ValueError, match=option):
+        arithmetic.main([str(tmp_path), option, value])
+
+
+# --- plot_run.py ---
+
+
+@pytest.fixture(scope="module")
+def plot():
+    pytest.importorskip("matplotlib")
+    return load_script("plot_run")
+
+
+def write_run(folder, steps=12, tail="", **extra):
+    folder.mkdir(parents=True)
+    rows = [
+        {"step": step, "reward": step / 10, "seconds": 1.5, "memory_gib": [1.0, 2.0]} | extra for step in range(steps)
+    ]
+    rows[-1:] = [row | {"eval_reward": 0.5} for row in rows[-1:]]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + tail)
+    return folder
+
+
+def test_plot_overlays_runs_that_logged_different_things(plot, tmp_path, capsys):
+    first = write_run(tmp_path / "first", kl_ref=0.1)
+    second = write_run(tmp_path / "second", steps=1, kl_old=0.2, memory_gib=[], host_memory_gib=3.0)
+    plot.main([str(first), str(second), "--out", str(tmp_path / "new/plot.png")])
+    width, height = (int.from_bytes((tmp_path / "new/plot.png").read_bytes()[i : i + 4], "big") for i in (16, 20))
+    assert (width, height) == (1400, 700)
+    assert "second: 1 steps, up to step 0" in capsys.readouterr().out
+
+
+def test_plot_skips_a_cut_off_last_line_and_says_so(plot, tmp_path, capsys):
+    rows = plot.read_metrics(write_run(tmp_path / "run", tail='{"step": 12, "rew'))
+    assert len(rows) == 12
+    assert "last line is cut off" in capsys.readouterr().out
+
+
+def test_plot_keeps_the_later_row_of_a_step_written_twice(plot, tmp_path):
+    rows = plot.read_metrics(write_run(tmp_path / "run", tail='{"step": 3, "reward": 7.0}\n'))
+    assert len(rows) == 12 and rows[3]["reward"] == 7.0
+
+
+def test_plot_reads_the_fullest_gpu_and_only_the_steps_that_logged(plot):
+    rows = [{"step": 0, "memory_gib": [1.0, 3.0]}, {"step": 1, "memory_gib": []}, {"step": 2, "memory_gib": [2.0]}]
+    steps, values = plot.series(rows, "memory_gib")
+    assert steps.tolist() == [0, 2] and values.tolist() == [3.0, 2.0]
+    assert len(plot.series(rows, "entropy")[0]) == 0
+
+
+def test_plot_rolling_mean_looks_back_only(plot):
+    values = torch.arange(1.0, 8.0).numpy()
+    assert plot.rolling_mean(values).tolist() == [1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0]
+
+
+def test_plot_names_what_is_missing(plot, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl does not exist"):
+        plot.main([str(tmp_path)])
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="no finished step"):
+        plot.main([str(tmp_path)])
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0\n{"step": 1}\n')
+    with pytest.raises(ValueError, match="line 1 is not JSON"):
+        plot.main([str(tmp_path)])
+    (tmp_path / "metrics.jsonl").write_text('{"reward": 0}\n')
+    with pytest.raises(ValueError, match="not an object with a step"):
+        plot.main([str(tmp_path)])
+
+
+# --- gguf_to_hf.py ---
+
+HEADS, KV_HEADS, CHATML = (
+    4,
+    2,
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}",
+)
+
+
+@pytest.fixture(scope="module")
+def converter():
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    return load_script("gguf_to_hf")
+
+
+@pytest.fixture(scope="module")
+def tiny_llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=260,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()  # values that bf16 holds exactly
+    return model
+
+
+@pytest.fixture(scope="module")
+def tiny_gguf(converter, tiny_llama, tmp_path_factory):
+    """The tiny llama in a GGUF file: rotary halves interleaved as that format wants, a byte-level vocabulary of 260."""
+    import gguf
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    config = tiny_llama.config
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_name("tiny")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(config.hidden_size // HEADS)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    special, newline = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], bytes_to_unicode()[ord("\n")]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list([*special, *bytes_to_unicode().values(), newline * 2])
+    writer.add_token_types([3] * 3 + [1] * 257)
+    writer.add_token_merges([f"{newline} {newline}"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)  # the trap: padding that is also the end of an answer
+    writer.add_unk_token_id(0)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHATML)
+    names = {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "model.layers": "blk",
+    }
+    for name, tensor in tiny_llama.model.state_dict(prefix="model.").items():
+        heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2])
+        if heads:
+            tensor = tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def converted(converter, tiny_gguf):
+    folder = tiny_gguf.parent / "converted"
+    converter.main([str(tiny_gguf), str(folder)])
+    return folder
+
+
+def test_gguf_weights_config_and_logits_survive(converted, tiny_llama):
+    from transformers import AutoModelForCausalLM
+
+    assert AutoModelForCausalLM.from_pretrained(converted).dtype == torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    ids = torch.arange(3, 23)[None]
+    torch.testing.assert_close(model(ids).logits, tiny_llama(ids).logits, atol=0, rtol=1e-6)
+    config = json.loads((converted / "config.json").read_text())
+    generation = json.loads((converted / "generation_config.json").read_text())
+    assert "quantization_config" not in config
+    for saved in (config, generation):
+        assert [saved[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")] == [1, 2, 0]
+    assert {"temperature", "top_p", "top_k", "repetition_penalty", "do_sample"}.isdisjoint(generation)
+
+
+def test_gguf_tokenizer_is_put_right(converted):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(converted)
+    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.model_max_length) == ("<|im_end|>", "<|endoftext|>", 64)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "2+2=?"}], tokenize=False)
+    assert text == "<|im_start|>user\n2+2=?<|im_end|>\n"
+    assert tokenizer.encode("<|im_start|><|im_end|>", add_special_tokens=False) == [1, 2]
+    # With the digits cut out first, the blank line is one token: the pair must not be split to join "\n4".
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("\n\n47", add_special_tokens=False)) == ["ĊĊ", "4", "7"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--eos", "<|eot_id|>"], "--eos '<|eot_id|>' must be one token"), (["--pad", "<|im_end|>"], "must differ")],
+)
+def test_gguf_refuses_tokens_that_would_break_training(converter, tiny_gguf, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message.replace("|", r"\|")):
+        converter.main([str(tiny_gguf), str(tmp_path / "out"), *options])
+
+
+def test_gguf_refuses_a_full_folder_and_an_unknown_source(converter, tiny_gguf, tmp_path):
+    (tmp_path / "precious.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="new or empty"):
+        converter.main([str(tiny_gguf), str(tmp_path)])
+    with pytest.raises(FileNotFoundError, match="neither a file nor an installed package"):
+        converter.find_gguf("no-such-package-here")
+    with pytest.raises(FileNotFoundError, match=r"holds 0 \.gguf files"):
+        converter.find_gguf("pytest")
+    with pytest.raises(FileNotFoundError, match="neither"):
+        converter.find_gguf("models/missing.gguf")

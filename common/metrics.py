@@ -108,6 +108,9 @@ class Log:
 
         Returns:
             The line.
+
+        Raises:
+            ValueError: not one completion of the step could be scored, on any rank.
         """
         own = {
             "sums": {name: float(value) for name, value in self._sums.items()},
@@ -134,6 +137,8 @@ class Log:
             self._bar.set_postfix({label: f"{value:.3g}" for label, value in shown.items()}, refresh=False)
             self._bar.update()
             self._warn(line)
+        if line.get("unscored") == 1.0:
+            raise ValueError(f"step {step}: the reward is NaN for every completion: check reward function and answers")
         return line
 
     def eval(self, step: int, **values: float) -> None:
@@ -185,8 +190,8 @@ class Log:
         """Says what makes a step worth nothing, the first time it is seen."""
         causes = {
             "truncated": "every completion was cut off: raise max_new_tokens, or ask for shorter answers",
-            "zero_std": "the rewards of every group are equal, so there is nothing to learn from: is the task too hard, "
-            "too easy, or the reward function blind?",
+            "zero_std": "the rewards of every group are equal, so there is nothing to learn: is the task too hard, too "
+            "easy, or the reward function blind?",
             "skipped_updates": "nothing in this step could be trained on",
         }
         for name, cause in causes.items():

@@ -1,329 +1,35 @@
-r"""Rewards: read the answer out of a completion, compare it with the gold answer, check every value that comes back.
+"""Reward functions, reward models, and the checks on every value that comes back.
 
 A reward function is `f(completions: list[str], answers: list[str], **columns: list) -> list[float]`, one value per
 completion. `columns` are the other columns of the data, and `completion_tokens`: sampled tokens per row, end token
 included. NaN means "this row cannot be scored": it is dropped from the loss and counted. Any other failure raises.
-
-Where the answer is (`extract_answer`), first rule that applies:
-  1. only text after the last </think> counts; thinking that never closes has no answer
-  2. inside the last <answer>...</answer>, where rules 3 to 5 apply
-  3. the last balanced \boxed{...} or \fbox{...}; it holds mathematics, so units in it need \text{...}
-  4. after the last ####, on that line: the expression it starts with, or if it starts with words its first number
-  5. an <answer>, or a one-line completion without prose, is read like the line of rule 4
-  6. the last number
-A marker left empty or open means "no answer"; the rules below it are not tried.
-
-When answers are equal (`answers_match`): same text; or the same exact number, where 1,234 = 1234.00, 1/2 = 0.5 and
-60% = 0.6, but 60% != 60 and 0.33 != 1/3; or lists with the same brackets and equal elements, in order for (...) and
-[...], in any order for \{...\} and bare lists; or equal mathematics according to Math-Verify. "x = 4" answers 4.
 """
 
-import functools
-import importlib.util
-import inspect
-import json
 import math
-import os
 import re
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from numbers import Real
 from typing import Any
 
 import torch
 
-_PLAIN = str.maketrans("\N{MINUS SIGN}\N{EN DASH}-0123456789%。,!()", "---0123456789%.,!()")
-_DELETED = re.compile(r"\\?[$€£¥]|(?<!\\)\\(?:(?:left|right)(?![a-zA-Z])|[()\[\],!])")  # currency, delimiters, spacing
-_AND_OR = re.compile(r",? ?\\text\{ ?(?:and|or) ?\} ?|,? (?:and|or) ")
-_TEXT_WORD = re.compile(r"^\\(?:text|textbf|mathrm|mathbf)\{ ?([^{} ]*) ?\}$")
-_PROSE = re.compile(r"(?<![\w\\{])[^\W\d_]{2,}(?=[\s.,;:!?*\"')]|$)|[\u3040-\u9fff\uac00-\ud7af]")  # a word, or CJK
-_EXPRESSION_END = re.compile(rf"{_PROSE.pattern}|[.!?](?=\s|$)")
-_BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?: *(?P<box>\{)|\s+(?P<bare>[^\s{}$\\]+))|\\.|[{}]", re.DOTALL)
-_BRACKETED = re.compile(r"(\(|\[|\\\{)(.*)(\)|\]|\\\})")
-_LATEX_FRACTION = re.compile(r"(\d ?)?\\frac ?(?:\{ ?(-?\d+) ?\}|(\d)) ?(?:\{ ?(\d+) ?\}|(\d))")
-_NUMBER = re.compile(
-    r"""(?:(?<![\w)\]}.])[-+])?                                     # after a digit, letter or bracket it is an operator
-    (?: (?:\d+\ )? (?<!/)\d+/\d+ (?!\d|/\d|\.\d)                    # 1/2 and 2 1/2, but no date
-      | (?: (?<!\d,)\d{1,3}(?:,\d{3})+(?!,?\d) | \d+ ) (?:\.\d+)? (?:[eE][-+]?\d{1,3}(?!\d))?    # 1,234.5 but not 1,23
-      | (?<![\w.])\.\d+ )
-    (?:\ ?%)?""",
-    re.VERBOSE,
-)
-_MAX_NUMBER_LENGTH = 1000  # characters; int() refuses huge texts, so a longer number is compared as text
+from common.answers import answers_match, extract_answer, last_boxed, last_number, numbers_match
+
+__all__ = [
+    "RewardModel",
+    "answers_match",
+    "exact_match",
+    "extract_answer",
+    "format_reward",
+    "last_boxed",
+    "last_number",
+    "length_reward",
+    "math_match",
+    "numeric_match",
+    "score",
+]
+
 _FP32_MAX = torch.finfo(torch.float32).max
-
-
-# Reading an answer
-
-
-def clean(text: str) -> str:
-    r"""Normal form of an answer: no currency, math delimiters or markup; `\dfrac` as `\frac`; "a and b" as "a, b"."""
-    text = _DELETED.sub("", " ".join(text.translate(_PLAIN).split()))
-    text = re.sub(r"\\[dtc]frac", r"\\frac", text).replace("{,}", ",").replace("\\%", "%")
-    if not _PROSE.search(listed := _AND_OR.sub(", ", text)):
-        text = listed
-    text = text.strip(" *`,;:").rstrip(" *`,;:.")
-    text = _TEXT_WORD.sub(r"\1", text)
-    is_wrapped = text.startswith("(") and text.endswith(")") and len(_split_commas(text[1:-1])) == 1
-    return text[1:-1].strip() if is_wrapped else text
-
-
-def _numbers(text: str) -> tuple[str, list[re.Match]]:
-    r"""The text with \frac{1}{2} as 1/2, and the numbers in it."""
-    text = _LATEX_FRACTION.sub(lambda m: f"{m[1] or ''} {m[2] or m[3]}/{m[4] or m[5]} ".lstrip(), clean(text))
-    text = " ".join(text.split())
-    return text, list(_NUMBER.finditer(text))
-
-
-def _plain_number(match: re.Match) -> str:
-    return match[0].replace(",", "").replace(" %", "%").lstrip("+")
-
-
-def to_fraction(text: str) -> Fraction | None:
-    """Exact value of a text that is one number and nothing else; None for any other text."""
-    text, numbers = _numbers(text) if len(text) <= _MAX_NUMBER_LENGTH else (text, [])
-    if len(numbers) != 1 or numbers[0][0] != text:
-        return None
-    number = _plain_number(numbers[0])
-    try:
-        size = sum(Fraction(part) for part in number.strip("-%").split())  # two parts in 2 1/2
-    except ZeroDivisionError:
-        return None
-    return size * (-1 if number.startswith("-") else 1) / (100 if number.endswith("%") else 1)
-
-
-def last_number(text: str) -> str | None:
-    """Last number of a text: digits as written, without thousands separators or plus sign; `a/b` and `%` are kept."""
-    _, numbers = _numbers(text)
-    return _plain_number(numbers[-1]) if numbers else None
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Contents of the last balanced \boxed{...}, \fbox{...} or `\boxed 42`; None if there is none."""
-    starts, last = [], (-1, -1)  # where the contents of each open brace start; -1 if it is no box
-    for token in _BOX_TOKEN.finditer(text):
-        if token["bare"]:
-            last = max(last, token.span("bare"))
-        elif token["box"] or token[0] == "{":
-            starts.append(token.end() if token["box"] else -1)
-        elif token[0] == "}" and starts:
-            last = max(last, (starts.pop(), token.start()))
-    return text[slice(*last)] if last[0] >= 0 else None
-
-
-def extract_answer(text: str) -> str | None:
-    """Answer of a completion in the normal form of `clean`, by the rules at the top of this file; None without one."""
-    text = text.rpartition("</think>")[2]
-    if "<think>" in text:
-        return None
-    has_tag = "<answer>" in text
-    if has_tag:
-        text = text[: max(text.rfind("</answer>"), 0)].rpartition("<answer>")[2]
-    if "\\boxed" in text or "\\fbox" in text:
-        return clean(last_boxed(text) or "") or None
-    if "####" in text:
-        return _leading_expression(text.rpartition("####")[2].strip().partition("\n")[0])
-    line = clean(text)
-    has_prose = "\n" in text.strip() or (_PROSE.search(line) and not line.isalpha())
-    return _leading_expression(text) if has_tag or not has_prose else last_number(text)
-
-
-def _leading_expression(text: str) -> str | None:
-    text = clean(text)
-    if head := clean(_EXPRESSION_END.split(text, maxsplit=1)[0].rstrip(" ,;:(*=-")):
-        return head
-    _, numbers = _numbers(text)
-    return (_plain_number(numbers[0]) if numbers else text) or None
-
-
-# Comparing two answers
-
-
-def answers_match(completion: str, answer: str, *, limit: float = 5.0) -> float:
-    """Compare the answer of a completion with the gold answer.
-
-    Args:
-        completion: text of the model.
-        answer: gold answer: a bare value, or a worked solution that marks it with ####, a box or <answer>.
-        limit: time for one evaluation by Math-Verify, in seconds; an answer that needs longer is wrong.
-
-    Returns:
-        1.0 or 0.0. NaN, whatever the completion, if the gold answer is prose or cannot be parsed; and NaN if the
-        Math-Verify process died of anything but its time limit. For gold answers in words use `exact_match`.
-    """
-    gold = _gold(answer)
-    try:
-        if gold is None or not _is_gradable(gold, limit):
-            return math.nan
-        found = extract_answer(completion)
-        return float(found is not None and _same(found, gold, limit))
-    except ChildProcessError:
-        return math.nan
-
-
-def _gold(answer: str) -> str | None:
-    is_marked = any(marker in answer for marker in ("<answer>", "####", "\\boxed", "\\fbox"))
-    gold = extract_answer(answer) if is_marked else clean(answer)
-    if not gold or (not gold.isalpha() and any(len(word) > 2 for word in _PROSE.findall(gold))):
-        return None  # empty, or prose such as "see figure", which Math-Verify would read as a product of letters
-    return gold
-
-
-def _is_gradable(gold: str, limit: float) -> bool:
-    if gold_list := _as_list(gold):
-        return all(_is_gradable(element, limit) for element in gold_list[1])
-    return to_fraction(gold) is not None or gold.isalpha() or _math_verify(gold, None, limit)
-
-
-def _same(found: str, gold: str, limit: float) -> bool:
-    if found == gold:
-        return True
-    found_list, gold_list = _as_list(found), _as_list(gold)
-    if found_list or gold_list:
-        return bool(found_list and gold_list) and _same_list(found_list, gold_list, limit)
-    found = found if "=" in gold else _right_side(found)
-    if gold.isalpha() or not found:
-        return found == gold
-    found_number, gold_number = to_fraction(found), to_fraction(gold)
-    if found_number is not None and gold_number is not None:
-        return found_number == gold_number
-    # Math-Verify takes 1,234 for a set and 5% for 5, so a number reaches it as an exact fraction.
-    found = found if found_number is None else str(found_number)
-    gold = gold if gold_number is None else str(gold_number)
-    return _math_verify(gold, found, limit)
-
-
-def _same_list(found: tuple[str, list[str], str], gold: tuple[str, list[str], str], limit: float) -> bool:
-    if (found[0], len(found[1]), found[2]) != (gold[0], len(gold[1]), gold[2]):
-        return False
-    is_ordered, unmatched = gold[0] in ("(", "["), list(gold[1])
-    for element in found[1]:
-        candidates = unmatched[:1] if is_ordered else unmatched
-        match = next((other for other in candidates if _same(element, other, limit)), None)
-        if match is None:
-            return False
-        unmatched.remove(match)
-    return True
-
-
-def _as_list(text: str) -> tuple[str, list[str], str] | None:
-    """Opening bracket, elements, closing bracket of a tuple, interval, set or bare list; None for any other text."""
-    if (bracketed := _BRACKETED.fullmatch(text)) and (elements := _split_commas(bracketed[2])):
-        return bracketed[1], [clean(element) for element in elements], bracketed[3]
-    elements = _split_commas(text)
-    is_list = len(elements) > 1 and to_fraction(text) is None
-    return ("", [clean(element) for element in elements], "") if is_list else None
-
-
-def _split_commas(text: str) -> list[str]:
-    """Parts between the commas outside all brackets; nothing if a bracket closes that was not opened."""
-    depth, cuts = 0, [-1]
-    for i, char in enumerate(text):
-        depth += (char in "([{") - (char in ")]}")
-        if depth < 0:
-            return []
-        if char == "," and depth == 0:
-            cuts.append(i)
-    return [text[start + 1 : end] for start, end in zip(cuts, [*cuts[1:], len(text)], strict=True)]
-
-
-def _right_side(text: str) -> str:
-    return re.split(r"(?<![<>!])=", text)[-1].strip()
-
-
-# Math-Verify, in a process that can be killed (POSIX)
-
-
-def _grade_lines() -> None:
-    """Main loop of the Math-Verify process: one JSON line [gold, found, seconds] in, true or false out.
-
-    The process runs the source of this function and nothing else. The timer has its default action, so the kernel
-    ends the process inside any computation, also when the trainer is gone; an idle one ends with its input.
-    """
-    import sys
-
-    sys.path[:] = [folder for folder in sys.path if folder]  # no file in the working folder may pose as a package
-    import contextlib
-    import json
-    import resource
-    import signal
-
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    def expression(text: str) -> list:
-        # First match and no fallback: anything else would be a part of the text, and a part must earn nothing.
-        options = {"fallback_mode": "no_fallback", "extraction_mode": "first_match", "parsing_timeout": None}
-        return parse(f"${text}$", [LatexExtractionConfig()], **options)
-
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    with contextlib.suppress(ValueError, OSError):  # where the system sets its own limit
-        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))  # bytes, or a power tower takes the host's memory
-    replies, sys.stdout = sys.stdout, sys.stderr  # what a parser prints must not pass for a reply
-    print("ready", file=replies, flush=True)
-    for line in sys.stdin:
-        gold, found, seconds = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        parsed = expression(gold)
-        reply = bool(parsed) and (found is None or bool(verify(parsed, expression(found), timeout_seconds=None)))
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps(reply), file=replies, flush=True)
-
-
-class _Grader:
-    """The one Math-Verify process of this process: started by the first question, and again after it has ended."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.child: subprocess.Popen | None = None
-
-    def start(self) -> None:
-        if importlib.util.find_spec("math_verify") is None:
-            raise ImportError("comparing expressions needs the package math-verify: pip install math-verify")
-        # A fresh interpreter, since multiprocessing would run the user's script again; in a session of its own, since
-        # Ctrl-C is for the trainer only.
-        code = f"{inspect.getsource(_grade_lines)}\n_grade_lines()"
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-        self.child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, **pipes)
-        if not self.child.stdout.readline():
-            status = self.child.wait()
-            raise RuntimeError(f"Math-Verify process ended at its start, status {status}: try `import math_verify`")
-
-    def ask(self, gold: str, found: str | None, limit: float) -> bool:
-        """Whether `found` equals `gold` as mathematics or, if `found` is None, whether `gold` can be parsed."""
-        if not 0 < limit < math.inf:
-            raise ValueError(f"limit = {limit} seconds: must be positive and finite; 5.0 suits most answers")
-        with self.lock:
-            if self.child is None or self.child.poll() is not None:
-                self.start()
-            reply = ""
-            try:
-                print(json.dumps([gold, found, limit]), file=self.child.stdin, flush=True)
-                reply = self.child.stdout.readline()
-            except BrokenPipeError:
-                pass  # ended since poll(); the status below says why
-            finally:
-                if not reply:  # on Ctrl-C too, or the late reply would answer the next question
-                    self.child.kill()
-                    self.child.wait()
-            if not reply and self.child.returncode != -signal.SIGALRM:
-                raise ChildProcessError(f"Math-Verify process ended with status {self.child.returncode}")
-        return reply == "true\n"
-
-
-_grader = _Grader()
-os.register_at_fork(after_in_child=_grader.__init__)  # two processes on one pipe would read each other's replies
-
-
-@functools.lru_cache(maxsize=4096)  # a gold answer comes back with every completion of its group
-def _math_verify(gold: str, found: str | None, limit: float) -> bool:
-    return _grader.ask(gold, found, limit)
-
-
-# Reward functions
 
 
 def math_match(completions: list[str], answers: list[str], **columns: list) -> list[float]:
@@ -333,9 +39,7 @@ def math_match(completions: list[str], answers: list[str], **columns: list) -> l
 
 def numeric_match(completions: list[str], answers: list[str], **columns: list) -> list[float]:
     """1 if both answers are the same exact number, else 0; NaN for a gold answer that is not a number."""
-    golds = [to_fraction(_gold(answer) or "") for answer in answers]
-    found = [to_fraction(_right_side(extract_answer(completion) or "")) for completion in completions]
-    return [math.nan if gold is None else float(f == gold) for f, gold in zip(found, golds, strict=True)]
+    return [numbers_match(completion, answer) for completion, answer in zip(completions, answers, strict=True)]
 
 
 def exact_match(completions: list[str], answers: list[str], **columns: list) -> list[float]:
@@ -404,7 +108,7 @@ def score(
 
     Raises:
         ValueError: wrong number of values; a value that is no finite fp32 number; a name used twice; nothing to score
-            with; every row unscored.
+            with.
         RuntimeError: a reward function raised; the error is its cause.
     """
     rewards = [(getattr(function, "__name__", repr(function)), function, weight) for function, weight in functions]
@@ -425,11 +129,6 @@ def score(
         values = _call(reward, name, completions, answers, columns) if callable(reward) else reward
         scores[name] = _checked(name, values, completions)
         total_B += weight * scores[name] if weight else 0.0
-    for name, scores_B in {**scores, "weighted sum": total_B}.items():
-        if len(completions) and scores_B.isnan().all():
-            raise ValueError(
-                f"reward {name} is NaN in all {len(completions)} rows: check the answers, {answers[:2]} ..."
-            )
     return total_B, scores
 
 

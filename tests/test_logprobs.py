@@ -36,8 +36,9 @@ def pack(prompts, completions, left=0, right=0, garbage=0) -> RolloutBatch:
         prompt_ids[i, Q - len(prompt) :], prompt_mask[i, Q - len(prompt) :] = torch.tensor(prompt), True
         completion_mask[i, : len(completion)] = True
         completion_ids[i, : len(completion)] = torch.tensor(completion, dtype=torch.long)
+    rows = torch.arange(len(prompts))
     return RolloutBatch(prompt_ids, prompt_mask, completion_ids, completion_mask, lengths=completion_mask.sum(1),
-                        truncated=torch.zeros(len(prompts), dtype=torch.bool), rows=torch.arange(len(prompts)))  # fmt: skip
+                        truncated=rows < 0, rows=rows)  # fmt: skip
 
 
 def naive(model, prompt, completion, temperature):

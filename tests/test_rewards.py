@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 import torch
 
+import common.answers as answers_module
 from common import rewards
-from common.rewards import answers_match, extract_answer, last_boxed, last_number, score, to_fraction
+from common.answers import to_fraction
+from common.rewards import answers_match, extract_answer, last_boxed, last_number, score
 
 ROOT = Path(__file__).resolve().parents[1]
 TOWER = r"\boxed{5^{5^{5^{5^5}}}}"  # no computer finishes this one
@@ -291,7 +293,7 @@ def test_reading_is_fast_on_hostile_text_and_never_raises():
     ],
 )
 def test_answers_match_without_math_verify(completion, gold, expected, monkeypatch):
-    monkeypatch.setattr(rewards, "_math_verify", lambda *question: pytest.fail(f"Math-Verify was asked {question}"))
+    monkeypatch.setattr(answers_module, "_math_verify", lambda *question: pytest.fail(f"Math-Verify was asked {question}"))
     assert answers_match(completion, gold) == pytest.approx(expected, nan_ok=True)
 
 
@@ -302,8 +304,10 @@ def test_answers_match_without_math_verify(completion, gold, expected, monkeypat
         (r"\boxed{x^2 + 2x}", "x^2 + 2x + 1", 0),
         (r"\boxed{\frac{\sqrt{2}}{2}}", r"\frac{1}{\sqrt{2}}", 1),
         (r"\boxed{18\text{ dollars}}", "#### 18", 1),
-        (r"\boxed{\sqrt{16}}", "4", 1),
-        (r"\boxed{\sqrt{1000000}}", "1,000", 1),
+        (r"\boxed{\sqrt{16}}", "4", 0),  # only a number answers a number
+        ("95 + 65 =", "160", 0),
+        (r"\boxed{95 + 65}", "160", 0),
+        ("95 + 65 = 160", "160", 1),
         (r"\boxed{x \le 4}", "4", 0),
         (r"\boxed{4 or 5 apples}", "4", 0),
         (r"\boxed{x + 10}", "10", 0),
@@ -315,6 +319,7 @@ def test_answers_match_without_math_verify(completion, gold, expected, monkeypat
         (r"\boxed{\foo{3}}", "3", 0),
         ("\\boxed{\ud800 + x}", "3", 0),
         ("9**9**9", "1", 0),
+        (TOWER, "1", 0),
     ],
 )
 def test_answers_match_with_math_verify(completion, gold, expected):
@@ -326,7 +331,7 @@ def test_hostile_expression_is_wrong_within_the_limit_in_a_thread_and_the_next_o
     handler = signal.getsignal(signal.SIGALRM)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         start = time.perf_counter()
-        assert pool.submit(answers_match, TOWER, r"\boxed{1}", limit=1.0).result() == 0
+        assert pool.submit(answers_match, TOWER, "x+1", limit=1.0).result() == 0
         assert time.perf_counter() - start < 4
         pairs = [(r"\boxed{2+x}", "x+2"), (r"\boxed{3+x}", "x+2"), (r"\boxed{4+x}", "x+4"), (r"\boxed{5+x}", "x+4")]
         assert list(pool.map(lambda pair: answers_match(*pair), pairs)) == [1, 0, 1, 0]
@@ -336,12 +341,12 @@ def test_hostile_expression_is_wrong_within_the_limit_in_a_thread_and_the_next_o
 
 def test_grader_that_dies_leaves_the_row_unscored_and_comes_back(monkeypatch):
     assert answers_match(r"\boxed{6+x}", "x+6") == 1
-    rewards._grader.child.kill()
-    rewards._grader.child.wait()
+    answers_module._grader.child.kill()
+    answers_module._grader.child.wait()
     assert answers_match(r"\boxed{7+x}", "x+7") == 1  # found dead before the question: started again
 
     with monkeypatch.context() as patch:
-        patch.setattr(rewards._grader.child, "poll", lambda: os.kill(rewards._grader.child.pid, signal.SIGKILL))
+        patch.setattr(answers_module._grader.child, "poll", lambda: os.kill(answers_module._grader.child.pid, signal.SIGKILL))
         assert math.isnan(answers_match(r"\boxed{8+x}", "x+8"))
     assert answers_match(r"\boxed{8+x}", "x+8") == 1
 
@@ -350,13 +355,13 @@ def test_grader_that_dies_leaves_the_row_unscored_and_comes_back(monkeypatch):
 def test_forked_process_starts_its_own_grader():
     assert answers_match(r"\boxed{9+x}", "x+9") == 1
     if (pid := os.fork()) == 0:
-        os._exit(0 if rewards._grader.child is None and not rewards._grader.lock.locked() else 1)
+        os._exit(0 if answers_module._grader.child is None and not answers_module._grader.lock.locked() else 1)
     assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_missing_math_verify_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    monkeypatch.setattr(rewards, "_grader", rewards._Grader())
+    monkeypatch.setattr(answers_module, "_grader", answers_module._Grader())
     with pytest.raises(ImportError, match="pip install math-verify"):
         answers_match(r"\boxed{x}", "x - 1 + 1 + 0")
     assert answers_match("0.5", "1/2") == 1  # numbers do not need it
@@ -382,11 +387,11 @@ from unittest import mock
 sys.path.insert(0, {str(ROOT)!r})
 sys.modules["torch"] = mock.MagicMock()  # takes seconds to import, and the grader does not need it
 open(sys.argv[1], "a").write("started\\n")
-from common import rewards
+from common import rewards, answers as answers_module
 assert rewards.answers_match(r"\\boxed{{x+1}}", "1+x") == 1
-print(rewards._grader.child.pid, flush=True)
+print(answers_module._grader.child.pid, flush=True)
 if sys.argv[2] == "hang":
-    rewards.answers_match(r"{TOWER}", "1", limit=3.0)
+    rewards.answers_match(r"{TOWER}", "x+1", limit=3.0)
 """
     (tmp_path / "train.py").write_text(script)
     (tmp_path / "sympy.py").write_text("raise SystemExit('a file of the working folder was imported')")
@@ -519,16 +524,9 @@ def test_nan_is_unscored_and_stays_in_its_row():
     assert score(functions, ["a", "b"], ["1", "1"], {})[0].tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("values", [[nan] * 4, [math.nan, float("nan"), np.nan, torch.tensor(nan)]])
-def test_all_rows_unscored_stops(values):
-    with pytest.raises(ValueError, match="constant is NaN in all 4 rows"):
-        run_score(values)
-
-
-def test_rows_unscored_by_different_functions_stop_too():
+def test_rows_without_a_score_from_any_function_are_all_unscored():
     functions = [(constant([nan, 1], "first"), 1.0), (constant([1, nan], "second"), 1.0)]
-    with pytest.raises(ValueError, match="weighted sum is NaN in all 2 rows"):
-        score(functions, ["a", "b"], ["1", "1"], {})
+    assert score(functions, ["a", "b"], ["1", "1"], {})[0].isnan().all()
 
 
 @pytest.mark.parametrize(

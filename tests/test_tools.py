@@ -159,7 +159,7 @@ def tiny_llama():
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=260,
+        vocab_size=261,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
@@ -176,7 +176,7 @@ def tiny_llama():
 
 @pytest.fixture(scope="module")
 def tiny_gguf(converter, tiny_llama, tmp_path_factory):
-    """The tiny llama in a GGUF file: rotary halves interleaved as that format wants, a byte-level vocabulary of 260."""
+    """The tiny llama in a GGUF file: rotary halves interleaved as that format wants, a byte-level vocabulary of 261."""
     import gguf
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -194,12 +194,13 @@ def tiny_gguf(converter, tiny_llama, tmp_path_factory):
     writer.add_rope_dimension_count(config.hidden_size // HEADS)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    special, newline = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], bytes_to_unicode()[ord("\n")]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    newline, space = bytes_to_unicode()[ord("\n")], bytes_to_unicode()[ord(" ")]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    writer.add_token_list([*special, *bytes_to_unicode().values(), newline * 2])
-    writer.add_token_types([3] * 3 + [1] * 257)
-    writer.add_token_merges([f"{newline} {newline}"])
+    writer.add_token_list([*special, *bytes_to_unicode().values(), newline * 2, space * 2])
+    writer.add_token_types([3] * 3 + [1] * 258)
+    writer.add_token_merges([f"{newline} {newline}", f"{space} {space}"])  # two: some versions misread a list of one
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(2)  # the trap: padding that is also the end of an answer

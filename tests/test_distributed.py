@@ -1,0 +1,242 @@
+"""Tests of common/distributed.py: alone, and in two processes that talk through gloo on the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import build_model
+from torch import nn
+
+from common import distributed, logprobs, losses
+from common.distributed import any_rank, gather_objects, num_ranks, rank, sum_over_ranks, together, unwrap
+
+ROOT = Path(distributed.__file__).resolve().parents[1]
+TIME_LIMIT = 120  # seconds, for both processes together; a hang would take the 30 minutes of the process group
+
+# What each of the two processes runs: argv is its rank and a folder to meet and report in.
+WORKER = """
+import copy, json, sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)
+number, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=number, world_size=2,
+                        timeout=timedelta(minutes=30))
+from common import distributed
+from common.distributed import any_rank, gather_objects, print_main, sum_over_ranks, together
+
+report = {"rank": distributed.rank(), "num_ranks": distributed.num_ranks()}
+report["gathered"] = gather_objects({"number": number})
+report["sum"] = sum_over_ranks(number + 0.5)
+report["any"] = [any_rank(False), any_rank(number == 1), any_rank(number == 0), any_rank(True)]
+print_main("said by the main process only", number)
+
+def attempt(name, failing):
+    try:
+        with together(name):
+            if number in failing:
+                raise failing[number]
+        report[name] = "went on"
+    except Exception as error:
+        report[name] = [type(error).__name__, str(error)]
+
+attempt("nobody", {})
+attempt("second", {1: ZeroDivisionError("bad reward 7")})
+attempt("first", {0: KeyError("answer")})
+attempt("both", {0: OSError("disk full"), 1: ValueError("no answer")})
+attempt("afterwards", {})
+
+sys.path.insert(0, sys.argv[3])
+from conftest import build_model
+from test_distributed import backward_of_rank
+from common import logprobs, optim
+
+for checkpointing in (False, True):
+    model = build_model("gpt2").train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy = torch.nn.parallel.DistributedDataParallel(logprobs.LogProbs(model, 1.0), broadcast_buffers=False)
+    assert distributed.unwrap(policy) is model
+    backward_of_rank(policy, number)
+    torch.save({n: p.grad for n, p in model.named_parameters()}, f"{folder}/gradient-{number}-{checkpointing}.pt")
+    optim.AdamW(model, 1e-2).step(1.0)
+    torch.save({n: p.data for n, p in model.named_parameters()}, f"{folder}/weights-{number}-{checkpointing}.pt")
+
+open(f"{folder}/report-{number}.json", "w").write(json.dumps(report))
+with together("last phase"):
+    if number == 1:
+        raise ArithmeticError("nothing caught this")
+print("not reached")
+"""
+
+
+def batch_of_eight():
+    """Ids, mask and advantages: prompts of 5 tokens, completions of 7 or 4; rows 5 and 7 have nothing to train on."""
+    ids, mask = torch.randint(4, 50, (8, 12), generator=torch.Generator().manual_seed(0)), torch.ones(8, 12).bool()
+    mask[4:, 9:] = False
+    mask[[5, 7], 5:] = False
+    return ids, mask, torch.linspace(-1, 2, 8)
+
+
+def loss_of_rows(policy, rows) -> torch.Tensor:
+    """Their share of the loss over the batch of eight."""
+    ids, mask, advantages = batch_of_eight()
+    completion_mask = mask[rows, 5:]
+    logps, _ = policy(ids[rows, :5], mask[rows, :5], ids[rows, 5:], completion_mask)
+    ratio = losses.sequence_ratio(logps, logps.detach() - 0.01, completion_mask)
+    return -torch.where(completion_mask.any(1), ratio * advantages[rows], 0.0).sum() / 8
+
+
+def backward_of_rank(policy, number) -> None:
+    """One of two ranks: every other row, in two forwards; the second one of rank 1 holds rows 5 and 7."""
+    rows = torch.arange(number, 8, 2)
+    with policy.no_sync():
+        (loss_of_rows(policy, rows[:2]) * 2).backward()  # DistributedDataParallel takes the mean over ranks
+    (loss_of_rows(policy, rows[2:]) * 2).backward()
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    """What two processes reported: reports, exit codes, output, seconds, folder."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "worker.py").write_text(WORKER)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    start = time.monotonic()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(folder / "worker.py"), str(number), str(folder), str(Path(__file__).parent)],
+            env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=TIME_LIMIT) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    reports = []
+    for number in range(2):
+        path = folder / f"report-{number}.json"
+        assert path.exists(), outputs[number][1]
+        reports.append(json.loads(path.read_text()))
+    return {
+        "reports": reports, "outputs": outputs, "codes": [process.returncode for process in processes],
+        "seconds": time.monotonic() - start, "folder": folder,
+    }  # fmt: skip
+
+
+# --- one process ---
+
+
+def test_alone_there_is_one_rank():
+    assert (rank(), num_ranks()) == (0, 1)
+    assert gather_objects("mine") == ["mine"]
+    assert sum_over_ranks(2.5) == 2.5
+    assert any_rank(True) is True and any_rank(False) is False
+
+
+def test_alone_together_changes_nothing():
+    done = []
+    with together("score"):
+        done.append(1)
+    assert done == [1]
+    error = KeyError("answer")
+    with pytest.raises(KeyError) as raised, together("score"):
+        raise error
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_alone_an_interrupt_passes_through(stop):
+    with pytest.raises(stop), together("score"):
+        raise stop
+
+
+def test_print_main_prints(capsys):
+    distributed.print_main("step", 3)
+    assert capsys.readouterr().out == "step 3\n"
+
+
+def test_unwrap_finds_the_model_under_every_wrapper():
+    model = build_model("qwen2")
+    policy = logprobs.LogProbs(model, 1.0)
+    for wrapped in (
+        model,
+        policy,
+        nn.DataParallel(policy),
+        nn.DataParallel(model),
+        nn.DataParallel(nn.DataParallel(policy)),
+    ):
+        assert unwrap(wrapped) is model
+    assert unwrap(nn.DataParallel(policy)).config.vocab_size == 64
+
+
+# --- two processes ---
+
+
+def test_each_process_knows_its_rank(two_processes):
+    assert [(r["rank"], r["num_ranks"]) for r in two_processes["reports"]] == [(0, 2), (1, 2)]
+
+
+def test_values_of_all_ranks_arrive_in_order_on_all_ranks(two_processes):
+    for report in two_processes["reports"]:
+        assert report["gathered"] == [{"number": 0}, {"number": 1}]
+        assert report["sum"] == 2.0  # 0.5 + 1.5
+        assert report["any"] == [False, True, True, True]
+
+
+def test_only_the_main_process_prints(two_processes):
+    assert "said by the main process only 0\n" in two_processes["outputs"][0][0]
+    assert "said by" not in two_processes["outputs"][1][0]
+
+
+def test_a_failure_on_one_rank_stops_all_and_is_named(two_processes):
+    first, second = two_processes["reports"]
+    assert second["second"] == ["ZeroDivisionError", "bad reward 7"]
+    assert first["second"] == ["RuntimeError", "rank 1 failed in phase 'second': ZeroDivisionError: bad reward 7"]
+    assert first["first"] == ["KeyError", "'answer'"]
+    assert second["first"] == ["RuntimeError", "rank 0 failed in phase 'first': KeyError: 'answer'"]
+
+
+def test_ranks_that_fail_together_raise_their_own_errors(two_processes):
+    first, second = two_processes["reports"]
+    assert first["both"] == ["OSError", "disk full"] and second["both"] == ["ValueError", "no answer"]
+
+
+def test_without_a_failure_all_go_on_also_after_an_earlier_one(two_processes):
+    for report in two_processes["reports"]:
+        assert report["nobody"] == "went on" and report["afterwards"] == "went on"
+
+
+def test_an_uncaught_failure_ends_both_processes_with_an_error(two_processes):
+    # neither waits for the other until the timeout of the process group, 30 minutes
+    assert two_processes["codes"] == [1, 1]
+    assert two_processes["seconds"] < TIME_LIMIT
+    (out, err), (other_out, other_err) = two_processes["outputs"]
+    assert "RuntimeError: rank 1 failed in phase 'last phase': ArithmeticError: nothing caught this" in err
+    assert "ArithmeticError: nothing caught this" in other_err
+    assert "not reached" not in out + other_out
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_two_ranks_have_the_gradient_and_the_weights_of_one(two_processes, checkpointing):
+    # a rank with nothing to train on in its last forward, so none may wait for it
+    model = build_model("gpt2").eval()  # dropout off
+    loss_of_rows(logprobs.LogProbs(model, 1.0), torch.arange(8)).backward()
+    folder = two_processes["folder"]
+    gradients = [torch.load(folder / f"gradient-{number}-{checkpointing}.pt") for number in range(2)]
+    weights = [torch.load(folder / f"weights-{number}-{checkpointing}.pt") for number in range(2)]
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(gradients[0][name], p.grad, rtol=1e-4, atol=1e-6)
+        assert torch.equal(gradients[0][name], gradients[1][name])
+        assert torch.equal(weights[0][name], weights[1][name]) and not torch.equal(weights[0][name], p)

@@ -10,7 +10,7 @@ def group_advantages(rewards: torch.Tensor, scale: str, eps: float = 1e-4) -> to
     """Rewards relative to the mean of their own group.
 
     Args:
-        rewards: [P, G], row p holds the rewards of prompt p; NaN marks a completion that could not be scored.
+        rewards: [P, G], row p holds the rewards of prompt p; NaN (or infinity) marks a completion that was not scored.
         scale: what the centred rewards are divided by: "group" (std of the group, as in the papers), "batch" (std of
             all centred rewards, groups with equal rewards left out) or "none". Standard deviations have ddof 1.
         eps: added to the standard deviation.
@@ -29,7 +29,7 @@ def group_advantages(rewards: torch.Tensor, scale: str, eps: float = 1e-4) -> to
     if scale not in ("group", "batch", "none"):
         raise ValueError(f"advantage scale {scale!r}: must be one of group, batch, none")
     rewards = rewards.float()
-    scored = ~rewards.isnan()
+    scored = rewards.isfinite()
     count = scored.sum(-1, keepdim=True)
     filled = torch.where(scored, rewards, 0.0)
     centred = torch.where(scored, filled - filled.sum(-1, keepdim=True) / count.clamp(min=1), 0.0)
@@ -40,10 +40,10 @@ def group_advantages(rewards: torch.Tensor, scale: str, eps: float = 1e-4) -> to
     lowest = torch.where(scored, rewards, torch.inf).amin(-1, keepdim=True)
     varied = scored & (highest > lowest)
     centred = torch.where(varied, centred, 0.0)
+    if scale == "none":
+        return centred
     if scale == "group":
         std = (centred.square().sum(-1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
-        return centred / (std + eps)
-    if scale == "batch":
+    else:
         std = (centred.square().sum() / (varied.sum() - 1).clamp(min=1)).sqrt()
-        return centred / (std + eps)
-    return centred
+    return torch.where(varied, centred / (std + eps), 0.0)

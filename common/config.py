@@ -10,7 +10,7 @@ import sys
 import textwrap
 import tokenize
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 T = TypeVar("T")
 
@@ -61,13 +61,14 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
         SystemExit: an unknown option (the closest name is suggested), or a value that breaks a rule; code 2.
     """
     parser = argparse.ArgumentParser(description=cls.__doc__, allow_abbrev=False)
-    helps = comments(cls)
+    helps, types = comments(cls), get_type_hints(cls)
     for field in dataclasses.fields(cls):
         text = f"{helps.get(field.name, '')} (default: {field.default!r})".replace("%", "%%").strip()
-        if field.type in (bool, "bool"):
+        kind = types[field.name]
+        if kind is bool:
             parser.add_argument(f"--{field.name}", type=_bool, nargs="?", const=True, default=field.default, help=text)
         else:
-            parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default, help=text)
+            parser.add_argument(f"--{field.name}", type=kind, default=field.default, help=text)
     argv = [_underscored(arg) for arg in (sys.argv[1:] if argv is None else argv)]
     values, unknown = parser.parse_known_args(argv)
     if unknown:

@@ -92,15 +92,18 @@ class LogProbs(nn.Module):
         Returns:
             Log-probabilities [m, C] and entropies [m, C], fp32, nats, 0 where masked; no gradient through the entropy.
         """
-        attention_mask = torch.cat([prompt_mask, completion_mask], dim=1)
-        hidden_mTH = self.model.get_decoder()(
-            input_ids=torch.cat([prompt_ids, completion_ids], dim=1),
-            attention_mask=attention_mask.long(),
-            position_ids=position_ids(attention_mask),
-            use_cache=False,
-        ).last_hidden_state
+        # Each row is moved to the left, so that all padding is at its end. There, causal attention never sees it: no
+        # mask is needed, the fast kernels apply, and no query is left without a key (whose gradient can be NaN).
+        padding_m1 = (~prompt_mask).sum(1, keepdim=True)
+        ids_mT = torch.cat([prompt_ids, completion_ids], dim=1)
+        moved_mT = torch.arange(ids_mT.shape[1], device=ids_mT.device) + padding_m1
+        ids_mT = ids_mT.gather(1, moved_mT.clamp(max=ids_mT.shape[1] - 1))
+        hidden_mTH = self.model.get_decoder()(input_ids=ids_mT, use_cache=False).last_hidden_state
+
         # the state before a token predicts it; prompt and padding never reach the vocabulary
-        hidden_NH = hidden_mTH[:, prompt_ids.shape[1] - 1 : -1][completion_mask]
+        row_N, column_N = completion_mask.nonzero(as_tuple=True)
+        before_N = column_N + (prompt_ids.shape[1] - 1) - padding_m1[row_N, 0]
+        hidden_NH = hidden_mTH[row_N, before_N]
         ids_N = completion_ids[completion_mask]
         weight = self.model.get_output_embeddings().weight.float()  # once: its gradient adds up in fp32 over the chunks
         chunked = len(ids_N) > CHUNK_TOKENS

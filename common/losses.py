@@ -72,6 +72,7 @@ def gspo_token_ratio(logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.T
 
     Source: arXiv 2507.18071, Eq. 14. It differs from Eq. 7 only where advantages differ within a sequence.
     """
+    logps = torch.where(mask.bool(), logps, 0.0)  # what stands at masked-out positions must not become NaN
     own_gradient = torch.exp(logps - logps.detach())  # 1, with the gradient of logps
     return sequence_ratio(logps, old_logps, mask).detach()[:, None] * own_gradient
 

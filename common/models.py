@@ -5,7 +5,14 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging
 
 from common import logprobs
@@ -76,7 +83,9 @@ def load_policy(
     model = _load(name, device, dtype)
     repair_padding(tokenizer, model)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # renamed in transformers 5.24; the old name goes in 6
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     return tokenizer, model.train()
 
 
@@ -92,12 +101,27 @@ def load_frozen(name: str, device: torch.device, dtype: str) -> PreTrainedModel:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Loads a tokenizer that pads on the left."""
+    """Loads a tokenizer that pads on the left.
+
+    Args:
+        name: see `find`.
+
+    Raises:
+        ValueError: there is none.
+    """
     source = find(name)
     try:
-        return AutoTokenizer.from_pretrained(source, padding_side="left", trust_remote_code=False)
-    except OSError as error:
-        raise ValueError(_not_found(name)) from error
+        declared = get_tokenizer_config(source).get("tokenizer_class")
+        # AutoTokenizer would take the usual class of the model type, and lose a tokenizer of one's own
+        loader = (
+            PreTrainedTokenizerFast if declared in ("PreTrainedTokenizerFast", "TokenizersBackend") else AutoTokenizer
+        )
+        tokenizer = loader.from_pretrained(source, padding_side="left", trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{_not_found(name)} ({error})") from error
+    if not tokenizer("1 + 1").input_ids:  # made up from the config, without a vocabulary
+        raise ValueError(_not_found(name))
+    return tokenizer
 
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
@@ -139,9 +163,9 @@ def repair_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -
         free = [token for token in usual if token in vocabulary and token != tokenizer.eos_token]
         before = tokenizer.pad_token
         tokenizer.add_special_tokens({"pad_token": free[0] if free else "<|pad|>"})
-        if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-            model.resize_token_embeddings(len(tokenizer))
         print_main(f"pad token was {before!r}, the end token {tokenizer.eos_token!r}: now {tokenizer.pad_token!r}")
+    if tokenizer.pad_token_id >= model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(len(tokenizer))
     model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
 
 
@@ -190,8 +214,8 @@ def _load(name: str, device: torch.device, dtype: str) -> PreTrainedModel:
         torch.set_float32_matmul_precision("high")
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype, trust_remote_code=False)
-    except OSError as error:
-        raise ValueError(_not_found(name)) from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{_not_found(name)} ({error})") from error
     _switch_dropout_off(model)
     model = model.to(device)
     logprobs.check_head(model)

@@ -118,12 +118,13 @@ class AdamW:
         Raises:
             ValueError: it belongs to a model with other parameters.
         """
-        saved = {key.removeprefix("master/") for key in state if key.startswith("master/")}
-        if saved != set(self.names):
-            odd = sorted(saved ^ set(self.names))
+        saved = {key.removeprefix("master/"): t.shape for key, t in state.items() if key.startswith("master/")}
+        own = {name: param.shape for name, param in zip(self.names, self.params, strict=True)}
+        if saved != own:
+            odd = sorted(name for name in saved.keys() | own.keys() if saved.get(name) != own.get(name))
             raise ValueError(
-                f"optimizer state of another model: {len(saved)} parameters saved, {len(self.names)} to train, "
-                f"{odd[:3]} are in one only; resume with the policy_model the run was started with"
+                f"optimizer state of another model: {len(saved)} parameters saved, {len(own)} to train, "
+                f"{odd[:3]} differ; resume with the policy_model of the run"
             )
         for name, param, master in zip(self.names, self.params, self.masters, strict=True):
             master.copy_(state[f"master/{name}"])

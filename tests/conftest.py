@@ -1,10 +1,23 @@
 """Tiny tokenizers and models, built from configs: nothing is downloaded."""
 
+import contextlib
+import itertools
 import json
+import multiprocessing
+import os
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -81,3 +94,220 @@ def sums_file(tmp_path_factory) -> Path:
     rows = [{"prompt": f"{a} + {b} = ?" + " ." * (a % 3), "answer": str(a + b)} for a in range(8) for b in range(5)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+# ---- running the scripts ----
+# Importing torch and transformers takes longer than a small run: a server does it once, and each run is a fork of it.
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = {name: ROOT / "gspo" / f"{name}.py" for name in ("gspo", "gspo_multigpu", "gspo_ddp")}
+PRELOAD = [
+    "pytest", "torch", "torch.nn.parallel.distributed", "torch._dynamo", "torch.utils.tensorboard", "numpy.random",
+    "transformers", "transformers.models.qwen2.modeling_qwen2", "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "accelerate",
+    "common.checkpoint", "common.metrics", "common.models", "common.rewards",
+]  # fmt: skip
+REWARD_LINE = "    return rewards.math_match(completions, answers)\n"
+# What a random policy can earn, in place of the line above; some completions cannot be scored
+REWARD = "    return [float(len(c) % 5) if len(c) % 7 else float('nan') for c in completions]\n"
+SMALL = dict(steps=3, batch_size=4, group_size=4, num_minibatches=2, max_new_tokens=8, micro_batch_size=3, save_every=2,
+             keep_checkpoints=9, eval_every=2, eval_examples=8, sample_every=1, learning_rate=1e-3, warmup_steps=4,
+             kl_coef=0.1, device="cpu")  # fmt: skip
+TIMEOUT = 100  # seconds; a run takes two on a quiet machine
+MEASURED = ("seconds", "tokens_per_second", "memory_gib", "host_memory_gib")  # beginnings of what two runs differ in
+
+
+class Run:
+    """A script at work, or done: one process per rank."""
+
+    def __init__(self, processes: list, output: Path, out_dir: Path):
+        self.processes, self.output_file, self.out_dir = processes, output, out_dir
+
+    def wait(self, timeout: float = TIMEOUT) -> "Run":
+        """Waits for all processes; kills them and fails when they take too long."""
+        end = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(0.0, end - time.monotonic()))
+        if any(process.exitcode is None for process in self.processes):
+            self.kill()
+            pytest.fail(f"not done after {timeout} s; it printed:\n{self.output}")
+        return self
+
+    def wait_for(self, happened, timeout: float = TIMEOUT) -> None:
+        """Waits until `happened()` is true."""
+        end = time.monotonic() + timeout
+        while not happened():
+            if time.monotonic() > end or all(process.exitcode is not None for process in self.processes):
+                self.kill()
+                pytest.fail(f"ended, or waited {timeout} s in vain; it printed:\n{self.output}")
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(10)
+
+    @property
+    def codes(self) -> list[int | None]:
+        return [process.exitcode for process in self.processes]
+
+    @property
+    def output(self) -> str:
+        return self.output_file.read_text(errors="replace")
+
+    def succeeded(self) -> "Run":
+        assert set(self.codes) == {0}, self.output
+        return self
+
+    @property
+    def lines(self) -> list[dict]:
+        """metrics.jsonl."""
+        return read_lines(self.out_dir / "metrics.jsonl")
+
+    @property
+    def steps(self) -> list[dict]:
+        """The lines of training steps."""
+        return [line for line in self.lines if "eval_reward" not in line]
+
+    @property
+    def samples(self) -> list[dict]:
+        return read_lines(self.out_dir / "samples.jsonl")
+
+    @property
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in self.out_dir.glob("checkpoint-*"))
+
+    def weights(self, step: int | None = None) -> dict[str, torch.Tensor]:
+        """Of the policy, after the last step saved."""
+        folder = self.checkpoints[-1] if step is None else f"checkpoint-{step:06d}"
+        return load_file(self.out_dir / folder / "model.safetensors")
+
+
+class Command:
+    """A child process with the interface of multiprocessing's, and its own process group."""
+
+    def __init__(self, command: list, output: Path, environment: dict[str, str]):
+        with open(output, "wb") as file:
+            self.popen = subprocess.Popen([str(part) for part in command], stdin=subprocess.DEVNULL, stdout=file,
+                                          stderr=file, env=environment, start_new_session=True)  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.popen.poll()
+
+    def join(self, timeout: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(timeout)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def comparable(lines: list[dict]) -> list[dict]:
+    """Lines of metrics.jsonl without what no two runs have in common: durations and memory."""
+    return [{k: v for k, v in line.items() if not k.startswith(MEASURED)} for line in lines]
+
+
+def assert_equal_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """Bit for bit."""
+    assert one.keys() == other.keys()
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not different, different
+
+
+def _run_script(script: str, arguments: list[str], output: str, environment: dict[str, str]) -> None:
+    """In the forked process: what `python script arguments` does."""
+    handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+class Launcher:
+    """Starts scripts with small settings on a tiny model."""
+
+    def __init__(self, defaults: dict, copies: Path, outputs: Path):
+        self.defaults, self.copies, self.outputs, self._count = defaults, copies, outputs, itertools.count()
+        self._trained: dict[tuple, Run] = {}
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
+
+    def copy(self, script: str = "gspo", reward: str = REWARD, edits: dict[str, str] | None = None) -> Path:
+        """A copied script with another reward, and other edits of its text, as users make them."""
+        text = SCRIPTS[script].read_text()
+        for old, new in {REWARD_LINE: reward, **(edits or {})}.items():
+            assert text.count(old) == 1, f"{script}.py holds {text.count(old)} times {old!r}"
+            text = text.replace(old, new)
+        path = self.copies / f"{script}_{next(self._count)}_copy.py"
+        path.write_text(text)
+        return path
+
+    def options(self, out_dir: Path, **options) -> list[str]:
+        values = {**self.defaults, **options, "out_dir": out_dir}
+        return [text for name, value in values.items() for text in (f"--{name}", str(value))]
+
+    def start(self, script: Path, out_dir: Path, ranks: int = 1, **options) -> Run:
+        """Starts a script, with several ranks as torchrun would."""
+        output = self.outputs / f"{next(self._count)}.txt"
+        output.touch()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        processes = []
+        for rank in range(ranks):
+            group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(ranks),
+                     "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}  # fmt: skip
+            arguments = (str(script), self.options(out_dir, **options), str(output), group if ranks > 1 else {})
+            processes.append(self._context.Process(target=_run_script, args=arguments, daemon=True))
+        # the server, started with the first of them, finds common/ and computes in one thread
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(ROOT))
+            patch.setenv("OMP_NUM_THREADS", "1")
+            patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+            for process in processes:
+                process.start()
+        return Run(processes, output, Path(out_dir))
+
+    def run(self, script: Path, out_dir: Path, ranks: int = 1, timeout: float = TIMEOUT, **options) -> Run:
+        """Runs a script to its end, whatever that is."""
+        return self.start(script, out_dir, ranks, **options).wait(timeout)
+
+    def trained(self, script: str = "gspo", ranks: int = 1, **options) -> Run:
+        """A run of a copied script that went well; tests that ask for the same one share it, so leave it as it is."""
+        key = (script, ranks, *sorted(options.items()))
+        if key not in self._trained:
+            out_dir = self.outputs / f"run{next(self._count)}"
+            self._trained[key] = self.run(self.copy(script), out_dir, ranks, **options).succeeded()
+        return self._trained[key]
+
+    def command(self, command: list, script: Path, out_dir: Path, **options) -> Run:
+        """Starts a script through a real command line, such as ["torchrun", "--nproc_per_node=2"]."""
+        output = self.outputs / f"{next(self._count)}.txt"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        process = Command([*command, script, *self.options(out_dir, **options)], output, environment)
+        return Run([process], output, Path(out_dir))
+
+
+@pytest.fixture(scope="session")
+def launcher(model_folders, sums_file, tmp_path_factory) -> Iterator[Launcher]:
+    """Copied scripts stand in a folder of the clone that is removed at the end."""
+    copies = ROOT / "tests" / f".copies-{os.getpid()}"
+    copies.mkdir()
+    (copies / ".gitignore").write_text("*\n")
+    data = dict(policy_model=model_folders["qwen2"], train_data=sums_file, eval_data=sums_file)
+    yield Launcher({**SMALL, **data}, copies, tmp_path_factory.mktemp("outputs"))
+    shutil.rmtree(copies)

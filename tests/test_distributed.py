@@ -1,7 +1,9 @@
 """Tests of common/distributed.py: alone, and in two processes that talk through gloo on the CPU."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import build_model
 from torch import nn
 
@@ -18,19 +21,36 @@ from common.distributed import any_rank, gather_objects, num_ranks, rank, sum_ov
 ROOT = Path(distributed.__file__).resolve().parents[1]
 TIME_LIMIT = 120  # seconds, for both processes together; a hang would take the 30 minutes of the process group
 
-# What each of the two processes runs: argv is its rank and a folder to meet and report in.
+# argv: a folder to meet and report in, and the folder of the tests. What is slow to import is imported once; then there
+# are two processes, each with its own output, and a third that waits for them.
 WORKER = """
-import copy, json, sys, time
+import json, os, sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+folder = sys.argv[1]
+sys.path.insert(0, sys.argv[2])
+from conftest import build_model
+from test_distributed import backward_of_rank
+from common import distributed, logprobs, optim
+from common.distributed import any_rank, gather_objects, print_main, sum_over_ranks, together
+
 torch.set_num_threads(1)
-number, folder = int(sys.argv[1]), sys.argv[2]
+processes = []
+for number in range(2):
+    process = os.fork()
+    if process == 0:
+        break
+    processes.append(process)
+else:
+    codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
+    open(f"{folder}/codes.json", "w").write(json.dumps(codes))
+    os._exit(0)
+for stream in (1, 2):
+    os.dup2(os.open(f"{folder}/output-{number}-{stream}", os.O_WRONLY | os.O_CREAT), stream)
 dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=number, world_size=2,
                         timeout=timedelta(minutes=30))
-from common import distributed
-from common.distributed import any_rank, gather_objects, print_main, sum_over_ranks, together
 
 report = {"rank": distributed.rank(), "num_ranks": distributed.num_ranks()}
 report["gathered"] = gather_objects({"number": number})
@@ -52,11 +72,6 @@ attempt("second", {1: ZeroDivisionError("bad reward 7")})
 attempt("first", {0: KeyError("answer")})
 attempt("both", {0: OSError("disk full"), 1: ValueError("no answer")})
 attempt("afterwards", {})
-
-sys.path.insert(0, sys.argv[3])
-from conftest import build_model
-from test_distributed import backward_of_rank
-from common import logprobs, optim
 
 for checkpointing in (False, True):
     model = build_model("gpt2").train()
@@ -107,31 +122,28 @@ def backward_of_rank(policy, number) -> None:
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
-    """What two processes reported: reports, exit codes, output, seconds, folder."""
+    """What two processes left behind: reports, exit codes, (stdout, stderr), seconds, folder."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "worker.py").write_text(WORKER)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     start = time.monotonic()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(folder / "worker.py"), str(number), str(folder), str(Path(__file__).parent)],
-            env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for number in range(2)
-    ]  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, str(folder / "worker.py"), str(folder), str(Path(__file__).parent)],
+        env=environment, cwd=ROOT, start_new_session=True,
+    )  # fmt: skip
     try:
-        outputs = [process.communicate(timeout=TIME_LIMIT) for process in processes]
+        process.wait(timeout=TIME_LIMIT)
     finally:
-        for process in processes:
-            process.kill()
-    reports = []
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    seconds = time.monotonic() - start
+    outputs = [[(folder / f"output-{number}-{stream}").read_text() for stream in (1, 2)] for number in range(2)]
     for number in range(2):
-        path = folder / f"report-{number}.json"
-        assert path.exists(), outputs[number][1]
-        reports.append(json.loads(path.read_text()))
+        assert (folder / f"report-{number}.json").exists(), outputs[number][1]
     return {
-        "reports": reports, "outputs": outputs, "codes": [process.returncode for process in processes],
-        "seconds": time.monotonic() - start, "folder": folder,
+        "reports": [json.loads((folder / f"report-{number}.json").read_text()) for number in range(2)],
+        "codes": json.loads((folder / "codes.json").read_text()),
+        "outputs": outputs, "seconds": seconds, "folder": folder,
     }  # fmt: skip
 
 
@@ -165,6 +177,16 @@ def test_alone_an_interrupt_passes_through(stop):
 def test_print_main_prints(capsys):
     distributed.print_main("step", 3)
     assert capsys.readouterr().out == "step 3\n"
+
+
+@pytest.mark.parametrize(("backend", "ended"), [("nccl", True), ("gloo", False), (None, False)])
+def test_shutdown_ends_the_process_group_of_gpus_only(monkeypatch, backend, ended):
+    calls = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: backend is not None)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append(1))
+    distributed.shutdown()
+    assert bool(calls) == ended
 
 
 def test_unwrap_finds_the_model_under_every_wrapper():

@@ -69,9 +69,10 @@ def offline(monkeypatch):
 
 
 def test_a_folder_is_itself_and_a_hub_id_is_left_alone(tmp_path, monkeypatch):
-    assert find(str(tmp_path)) == str(tmp_path)
-    assert find("Qwen/Qwen2.5-0.5B-Instruct") == "Qwen/Qwen2.5-0.5B-Instruct"
     (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "config.json").write_text("{}")
+    assert find(str(tmp_path / "runs" / "mine")) == str(tmp_path / "runs" / "mine")
+    assert find("Qwen/Qwen2.5-0.5B-Instruct") == "Qwen/Qwen2.5-0.5B-Instruct"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert find("runs/mine") == "runs/mine"

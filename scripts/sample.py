@@ -1,0 +1,73 @@
+"""Talk to a model or a checkpoint: type a prompt, read its completions.
+
+Run:   python scripts/sample.py runs/gspo/checkpoint-000060
+       python scripts/sample.py MODEL --prompt "What is 47 + 38?" --samples 4
+Without --prompt it reads prompts from the terminal, one per line, until an empty line or Ctrl-D; with --chat they are
+the turns of one conversation.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import data, models, rollout
+
+
+def lines_from_terminal() -> Iterator[str]:
+    """Prompts as they are typed, until an empty line or the end of the input."""
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            return
+        if not line:
+            return
+        yield line
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Loads the model and completes prompts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="'toy', a folder, a checkpoint of a run, or a hub id")
+    parser.add_argument("--prompt", default="", help="complete this and end")
+    parser.add_argument("--chat", action="store_true", help="earlier prompts and replies are part of the next prompt")
+    parser.add_argument("--system_prompt", default="", help="how the conversation opens")
+    parser.add_argument("--samples", type=int, default=1, help="completions per prompt (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: the most likely token (default: %(default)s)")
+    parser.add_argument("--max_new_tokens", type=int, default=256, help="tokens per completion (default: %(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
+    parser.add_argument("--dtype", default="auto", help="auto, fp32, bf16 or fp16 (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
+    args = parser.parse_args(argv)
+    if args.chat and (args.samples > 1 or args.prompt):
+        parser.error("--chat goes with one sample per prompt, typed at the terminal: leave out --samples and --prompt")
+
+    tokenizer, model = models.load_policy(args.model, torch.device(args.device), args.dtype)
+    opening = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
+    history = list(opening)
+    for turn, text in enumerate([args.prompt] if args.prompt else lines_from_terminal()):
+        prompt = [*history, {"role": "user", "content": text}] if tokenizer.chat_template else text
+        batch = rollout.generate(
+            [model],
+            data.encode_prompts([prompt], "prompt", tokenizer, True, ""),
+            group_size=args.samples,
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            end_ids=models.end_token_ids(tokenizer, model),
+            pad_id=tokenizer.pad_token_id,
+            seed=args.seed,
+            step=turn,
+        )
+        completions = batch.texts(tokenizer)
+        for completion, truncated in zip(completions, batch.truncated.tolist(), strict=True):
+            print(completion + (" [cut off]" if truncated else ""))
+        if args.chat:
+            history = [*prompt, {"role": "assistant", "content": completions[0]}]
+
+
+if __name__ == "__main__":
+    main()

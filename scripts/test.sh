@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Makes .venv with the test tools, then runs ruff and pytest; arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/env.sh
+make_env requirements.txt requirements-test.txt
+export PATH="$PWD/.venv/bin:$PATH"
+
+ruff check .
+ruff format --check .
+python -m pytest "$@"

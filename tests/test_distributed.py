@@ -79,7 +79,8 @@ for checkpointing in (False, True):
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     policy = torch.nn.parallel.DistributedDataParallel(logprobs.LogProbs(model, 1.0), broadcast_buffers=False)
     assert distributed.unwrap(policy) is model
     backward_of_rank(policy, number)

@@ -148,13 +148,13 @@ def test_advantages_of_a_square_batch_go_with_the_rows():
 
 
 def test_clip_stats_of_sequences():
-    ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1, 9.0])
-    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 1.0])
-    mask = torch.tensor([1, 1, 1, 1, 1, 0])
+    ratio = torch.tensor([1.5, 1.4, 1.5, 1.5, 0.5, 0.5, 0.5, 1.1, 0.9, 1.0, 9.0])
+    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, 1.0, -1.0, -1.0, 1.0, -1.0, 1.0, 1.0])
+    mask = torch.tensor([1] * 10 + [0])
     stats = losses.clip_stats(ratio, advantages, LOW, HIGH, mask)
-    # active: number 0 (above, A > 0) and 3 (below, A < 0) of 5; outside: 0 to 3; the 9.0 does not count
-    torch.testing.assert_close(stats["clip_fraction"], torch.tensor(0.4))
-    torch.testing.assert_close(stats["out_of_range"], torch.tensor(0.8))
+    # active: 3 (above, A > 0) and 2 (below, A < 0) of 10; outside: the first 7; the 9.0 does not count
+    torch.testing.assert_close(stats["clip_fraction"], torch.tensor(0.5))
+    torch.testing.assert_close(stats["out_of_range"], torch.tensor(0.7))
     torch.testing.assert_close(stats["ratio_max"], torch.tensor(1.5))
 
 
@@ -352,8 +352,8 @@ def test_masked_mean_counts_masked_in_positions_only():
 
 
 def test_masked_mean_adds_up_in_fp32():
-    # in bf16 a running sum of ones stops at 256
-    assert losses.masked_mean(torch.ones(1, 1000, dtype=torch.bfloat16), torch.ones(1, 1000)).item() == 1.0
+    # bf16 has steps of 4 here: a sum of 1001 would be 1000
+    assert losses.masked_mean(torch.ones(1, 1001, dtype=torch.bfloat16), torch.ones(1, 1001)).item() == 1.0
 
 
 # --- KL ---

@@ -11,7 +11,14 @@ from conftest import build_model, build_tokenizer
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import (
+    Gemma2Config,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from common import models
 from common.models import (
@@ -122,12 +129,12 @@ def test_an_incomplete_folder_is_an_error_that_names_it(tmp_path, missing, offli
     assert folder in str(error.value)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_folder_without_a_tokenizer_is_an_error_that_names_it(tmp_path, offline, family):
-    # transformers makes up a tokenizer without a vocabulary, for which every text is empty
-    build_model(family).save_pretrained(tmp_path)
+@pytest.mark.parametrize("config", [GPT2Config, Qwen2Config, Gemma2Config])
+def test_a_folder_without_a_tokenizer_is_an_error_that_names_it(tmp_path, offline, config):
+    # transformers makes one up that knows special tokens only: every text is empty to it, or one unknown token
+    config().save_pretrained(tmp_path)
     with pytest.raises(ValueError) as error:
-        load_policy(str(tmp_path), CPU, "fp32")
+        load_tokenizer(str(tmp_path))
     assert str(tmp_path) in str(error.value)
 
 

@@ -1,11 +1,10 @@
 """The variants of one algorithm are the same computation: in one process, in several, in any cut of the batch."""
 
 import math
-import shutil
 import sys
+from pathlib import Path
 
 import pytest
-import torch
 from conftest import MEASURED, assert_equal_weights, comparable
 
 MIXED = dict(truncated="mask", advantage_scale="batch", gspo_epochs=2, max_new_tokens=24, kl_estimator="k2")
@@ -23,7 +22,10 @@ def assert_close(run, other, metrics: float, weights: float) -> None:
     one, two = run.weights(), other.weights()
     assert one.keys() == two.keys()
     for name in one:
-        torch.testing.assert_close(one[name], two[name], rtol=0, atol=weights, msg=lambda m, n=name: f"{n}: {m}")
+        difference = (one[name] - two[name]).abs()
+        if name.endswith("c_attn.bias"):  # a bias of all keys has no gradient but rounding, which Adam makes large
+            difference = difference.view(3, -1)[[0, 2]]
+        assert difference.max() <= weights, f"{name}: {difference.max()}"
 
 
 @pytest.mark.parametrize("script", ["gspo_multigpu", "gspo_ddp"])
@@ -42,11 +44,9 @@ def test_the_comparison_is_of_runs_that_learn(launcher):
     assert any((a != b).any() for a, b in zip(run.weights(2).values(), run.weights(6).values(), strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, MIXED, {"policy_model": "gpt2"}], ids=["plain", "mixed", "gpt2"])
-def test_two_ranks_are_one_process(launcher, model_folders, options):
-    options = {"steps": 6, **options}
-    if options.get("policy_model"):
-        options["policy_model"] = model_folders[options["policy_model"]]
+@pytest.mark.parametrize("family, options", [("qwen2", {}), ("qwen2", MIXED), ("gpt2", {})])
+def test_two_ranks_are_one_process(launcher, model_folders, family, options):
+    options = {"steps": 6, **options} | ({"policy_model": model_folders[family]} if family != "qwen2" else {})
     one, two = launcher.trained("gspo", **options), launcher.trained("gspo_ddp", 2, **options)
     # rank 0 shows its own prompts, those with even numbers
     shown = [line for step in range(6) for line in one.samples[4 * step : 4 * step + 4 : 2]]
@@ -72,12 +72,10 @@ def test_another_seed_is_another_run(launcher):
 
 
 def test_accelerate_launch_runs_two_ranks(launcher, tmp_path):
-    accelerate = shutil.which("accelerate", path=str(sys.prefix) + "/bin") or shutil.which("accelerate")
-    command = [accelerate, "launch", "--cpu", "--num_processes", "2"]
+    command = [Path(sys.executable).with_name("accelerate"), "launch", "--cpu", "--num_processes", "2"]
     run = launcher.command(command, launcher.copy("gspo_ddp"), tmp_path / "run", steps=6).wait().succeeded()
-    forked = launcher.trained("gspo_ddp", 2, steps=6)
-    assert comparable(run.lines) == comparable(forked.lines)
-    assert_equal_weights(run.weights(), forked.weights())
+    # accelerate picks the number of threads, so sums are rounded elsewhere
+    assert_close(run, launcher.trained("gspo_ddp", 2, steps=6), metrics=1e-4, weights=1e-6)
 
 
 def test_measured_values_are_there(launcher):

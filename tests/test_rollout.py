@@ -326,6 +326,12 @@ def test_new_weights_change_the_output(policies):
 # --- the model is left as it was ---
 
 
+def checkpoint_activations(model):
+    # renamed in transformers 5.24
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def flags(model):
     return {
         "modes": [module.training for module in model.modules()],
@@ -341,7 +347,7 @@ def flags(model):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mode_and_settings_come_back_also_after_an_error(policies, family, raises, training):
     model = copy.deepcopy(policies[family]).train(training)
-    model.gradient_checkpointing_enable()
+    checkpoint_activations(model)
     model.train(training)
     before, seen = flags(model), []
 
@@ -364,7 +370,7 @@ def test_mode_and_settings_come_back_also_after_an_error(policies, family, raise
 def test_gradient_checkpointing_keeps_the_cache_and_the_tokens(policies, family):
     expected = generate([policies[family]], PROMPTS, group_size=2, **FREE)
     model = copy.deepcopy(policies[family])  # GPT-2 with its dropout of 0.1
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_activations(model)
     model.train()
     shapes = []
     model.get_decoder().register_forward_pre_hook(
@@ -402,6 +408,15 @@ def test_broken_weights_stop_the_rollout(policies, family, temperature):
     with pytest.raises(FloatingPointError, match="not finite"):
         generate([model], PROMPTS, group_size=2, **{**FREE, "temperature": temperature})
     assert model.training
+
+
+def test_an_overflow_in_the_middle_of_a_completion_stops_the_rollout(policies):
+    model = copy.deepcopy(policies["gpt2"])
+    with torch.no_grad():
+        model.transformer.wpe.weight[14] = torch.nan  # no prompt is that long
+    with pytest.raises(FloatingPointError, match="not finite"):
+        generate([model], PROMPTS, group_size=2, **FREE)
+    generate([model], PROMPTS, group_size=2, **{**FREE, "max_new_tokens": 3})  # nor is any completion here
 
 
 # --- text ---

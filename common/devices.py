@@ -5,6 +5,8 @@ import os
 
 import torch
 
+from common.distributed import print_main
+
 GIB = 2**30
 
 
@@ -50,7 +52,7 @@ def layout(policy: tuple[int, ...], reference: int, reward: int, device: str = "
     found = torch.cuda.device_count()
     if device == "cpu" or (device == "auto" and found == 0):
         if device == "auto":
-            print("no GPU visible: running on the CPU")
+            print_main("no GPU visible: running on the CPU")
         cpu = torch.device("cpu")
         return Layout((cpu,), cpu, cpu)
     needed = max(ids) + 1

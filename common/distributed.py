@@ -1,5 +1,6 @@
 """What the loop needs from a process group; every function also works, and does nothing, in a single process."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,8 +10,8 @@ from torch import nn
 
 
 def rank() -> int:
-    """Number of this process, 0 in a single process."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    """Number of this process, 0 in a single process; before the process group starts, what torchrun says."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
 def num_ranks() -> int:

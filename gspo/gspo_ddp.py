@@ -176,12 +176,15 @@ def main(cfg: Config) -> None:
     home = gpus.policy[0]
     accelerator = Accelerator(
         cpu=home.type == "cpu",
+        mixed_precision="no",  # dtype decides, whatever the launcher is configured to: the head must stay fp32
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(minutes=TIMEOUT_MINUTES)),
             DistributedDataParallelKwargs(broadcast_buffers=False),  # no buffer changes in training
         ],
     )
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
+    require(cfg.batch_size % num_ranks == 0, f"batch_size = {cfg.batch_size}", f"must be a multiple of the {num_ranks} "
+            "ranks", f"{num_ranks * max(1, cfg.batch_size // num_ranks)} would do")  # fmt: skip
     rows = cfg.batch_size * cfg.group_size // num_ranks
     require(rows >= cfg.num_minibatches, f"num_minibatches = {cfg.num_minibatches}",
             f"must be at most the {rows} completions of a rank", "lower it, or raise batch_size")  # fmt: skip
@@ -203,9 +206,9 @@ def main(cfg: Config) -> None:
     eval_examples = []
     if cfg.eval_data and cfg.eval_every:
         eval_examples = data.load_examples(cfg.eval_data, tokenizer, split="test", **reading)[: cfg.eval_examples]
+        eval_examples = eval_examples[rank::num_ranks]
     sampling = dict(max_new_tokens=cfg.max_new_tokens, end_ids=models.end_token_ids(tokenizer, model),
                     pad_id=tokenizer.pad_token_id)  # fmt: skip
-    eval_examples = eval_examples[rank::num_ranks]
     start, position = checkpoint.load(resumed, optimizer, cfg) if resumed else (0, 0)
     if start >= cfg.steps:
         distributed.print_main(f"{resumed} has all {cfg.steps} steps: raise steps to go on, or give another out_dir")
@@ -232,11 +235,9 @@ def main(cfg: Config) -> None:
                     logprobs.fill(micros, "ref_logps", reference, gpus.reference)
                 completions_B, rewards_B, by_function = score(examples_P, batch, tokenizer, reward_model, cfg)
             rewards_PG = rewards_B.view(-1, cfg.group_size)
-            all_rewards = torch.cat(distributed.gather_objects(rewards_PG))  # the scale "batch" is that of all ranks
-            advantages_PG = advantages.group_advantages(all_rewards, cfg.advantage_scale).chunk(num_ranks)[
-                rank
-            ]  # Eq. 6
-            advantages_B = advantages_PG.flatten().to(home)
+            gathered = torch.cat(distributed.gather_objects(rewards_PG))  # the scale "batch" is that of all ranks
+            by_rank = advantages.group_advantages(gathered, cfg.advantage_scale).chunk(num_ranks)  # Eq. 6
+            advantages_B = by_rank[rank].flatten().to(home)
             left_out_B = rewards_B.isnan() | (batch.truncated.cpu() & (cfg.truncated == "mask"))
             for micro in micros:
                 micro.advantages = advantages_B[micro.rows]
@@ -254,8 +255,8 @@ def main(cfg: Config) -> None:
                     for micro in minibatch:
                         with nullcontext() if micro is minibatch[-1] else accelerator.no_sync(policy):
                             loss, stats = gspo_loss(policy, micro, cfg, num_sequences)
-                            # DistributedDataParallel takes the mean over ranks; the shares of the loss add up
-                            accelerator.backward(optimizer.scale(loss) * num_ranks)
+                            # DistributedDataParallel takes the mean over ranks, and the shares of the loss add up
+                            optimizer.scale(loss * num_ranks).backward()
                         log.add(micro.num_trained, **stats)
                     with checkpoint.keep_batch(cfg.out_dir, step, minibatch):
                         log.add(grad_norm=optimizer.step(cfg.max_grad_norm))

@@ -92,8 +92,8 @@ class LogProbs(nn.Module):
         Returns:
             Log-probabilities [m, C] and entropies [m, C], fp32, nats, 0 where masked; no gradient through the entropy.
         """
-        # Each row is moved to the left, so that all padding is at its end, where causal attention never sees it: no mask
-        # is needed, the fast kernels apply, and no position is left without anything to attend to.
+        # Each row is moved to the left, so that all padding is at its end, where causal attention never sees it: no
+        # mask is needed, the fast kernels apply, and no position is left without anything to attend to.
         padding_m1 = (~prompt_mask).sum(1, keepdim=True)
         ids_mT = torch.cat([prompt_ids, completion_ids], dim=1)
         moved_mT = torch.arange(ids_mT.shape[1], device=ids_mT.device) + padding_m1

@@ -212,6 +212,17 @@ def test_chunks_give_the_same_values_and_gradients(policies, family, monkeypatch
         assert_same_gradients(found, results[0][2], atol=1e-6)
 
 
+def test_logits_of_several_chunks_are_not_kept_for_the_backward_pass(policies, monkeypatch):
+    kept = []
+    for chunk in (2048, 4):
+        monkeypatch.setattr(logprobs, "CHUNK_TOKENS", chunk)
+        shapes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=shapes: s.append(tuple(t.shape)) or t, lambda t: t):
+            LogProbs(policies["gpt2"], 1.0)(*pack(PROMPTS, COMPLETIONS).tokens)
+        kept.append([shape for shape in shapes if shape[-1:] == (64,)])  # the vocabulary; nothing else is that wide
+    assert (13, 64) in kept[0] and not kept[1]
+
+
 # --- ratio 1 before anything moved ---
 
 

@@ -352,8 +352,9 @@ def test_masked_mean_counts_masked_in_positions_only():
 
 
 def test_masked_mean_adds_up_in_fp32():
-    # bf16 has steps of 4 here: a sum of 1001 would be 1000
-    assert losses.masked_mean(torch.ones(1, 1001, dtype=torch.bfloat16), torch.ones(1, 1001)).item() == 1.0
+    # bf16 has steps of 4 there: the sum 750.75 would be 752
+    mean = losses.masked_mean(torch.full((1, 1001), 0.75, dtype=torch.bfloat16), torch.ones(1, 1001))
+    assert mean.dtype == torch.float32 and mean.item() == 0.75
 
 
 # --- KL ---

@@ -323,7 +323,8 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("eval_reward")] == [(1, 0.75)]
 
 
-def test_the_console_shows_a_few_numbers(capsys, log):
+def test_the_console_shows_a_few_numbers(tmp_path, capsys):
+    log = Log(str(tmp_path), 0, 10, [CPU])
     log.add(clip_fraction=0.25)
     time.sleep(0.15)  # the bar is drawn ten times a second at most
     end_step(log, rewards=((1.0, 0.0),), lengths=[8, 4])

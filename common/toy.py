@@ -1,0 +1,155 @@
+"""The built-in policy and task: a small decoder that sorts five digits, so every script runs with nothing to download.
+
+Task: the prompt "sort 7 3 1 9 4" has the answer "13479", one number that a reward function can check.
+Policy: an ordinary transformers folder of 1.0 M parameters. Its warm start imitates demonstrations of which 7 in 16
+sort upwards and 9 in 16 downwards, so that sampled at temperature 1 it is right about 3 times in 10. Only the reward
+says which direction is wanted: RL has to turn the policy round and then to make it precise.
+"""
+
+import hashlib
+import itertools
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+NUM_DIGITS = 5  # digits of one prompt, all different and none zero: an answer has no leading zero and no ties
+NUM_ROWS = {"train": 4096, "test": 256}
+
+SPECIALS = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>"]
+WORDS = ["system", "user", "assistant", "sort"]  # one token each; any other text is spelled out by character
+CHARACTERS = list("\n 0123456789abcdefghijklmnopqrstuvwxyz.,:?!+-*/=()")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+SEED = 1
+WARM_START_STEPS = 150
+ASCENDING, DESCENDING = 7, 9  # demonstrations of each kind in one warm-start batch
+LEARNING_RATE = 1e-3  # peak: 10 steps up, level, then linearly to 0 over the second half
+MAX_GRAD_NORM = 1.0
+
+
+def rows(split: str) -> list[dict[str, str]]:
+    """Return the prompts and answers of one split; the splits share no prompt and never change.
+
+    Args:
+        split: "train" (4096 rows) or "test" (256 rows).
+
+    Returns:
+        Rows such as {"prompt": "sort 7 3 1 9 4", "answer": "13479"}.
+
+    Raises:
+        ValueError: there is no such split.
+    """
+    if split not in NUM_ROWS:
+        raise ValueError(f"split={split!r} is not a split of the built-in task; use one of {sorted(NUM_ROWS)}")
+    every_prompt = list(itertools.permutations("123456789", NUM_DIGITS))
+    chosen = random.Random(SEED).sample(every_prompt, sum(NUM_ROWS.values()))
+    chosen = chosen[: NUM_ROWS["train"]] if split == "train" else chosen[NUM_ROWS["train"] :]
+    return [{"prompt": "sort " + " ".join(digits), "answer": "".join(sorted(digits))} for digits in chosen]
+
+
+def folder() -> Path:
+    """Return the policy's folder; the first call trains it (about 10 s on one core), later calls find it cached.
+
+    The cache is `$RL_HAND_CACHE`, or `~/.cache/rl_hand`. Several processes may call this at once: each one builds
+    in a folder of its own, the first to finish gives it the final name, and all of them return that one.
+
+    Returns:
+        A folder for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`.
+    """
+    cache = Path(os.environ.get("RL_HAND_CACHE") or "~/.cache/rl_hand").expanduser()
+    # The name is a hash of this file: after any change to the recipe, an older policy is not found.
+    target = cache / f"toy-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]}"
+    if target.is_dir():
+        return target
+    cache.mkdir(parents=True, exist_ok=True)
+    print(f"built-in policy: training {WARM_START_STEPS} steps once, cached in {target}", flush=True)
+    with tempfile.TemporaryDirectory(prefix=f"{target.name}.tmp-", dir=cache) as scratch:
+        unfinished = Path(scratch) / target.name
+        tokenizer = _tokenizer()
+        _warm_started_policy(tokenizer).save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        try:
+            unfinished.rename(target)
+        except OSError:  # another process was first, which is as good; anything else is a real error
+            if not target.is_dir():
+                raise
+    return target
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer by word and character: decoding gives the text back, apart from unknown characters."""
+    vocabulary = {token: index for index, token in enumerate(SPECIALS + WORDS + CHARACTERS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*WORDS, r"[\s\S]"])), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()  # without it, decoding puts a space between any two tokens
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=CHAT_TEMPLATE,
+        padding_side="left",
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _warm_started_policy(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """Train a new policy on the demonstrations, cross-entropy over the answer and its end token only."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=192,
+        intermediate_size=640,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    rng = random.Random(SEED)
+    demonstrations = rows("train")
+    with _undisturbed():
+        policy = LlamaForCausalLM(config)
+        optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
+        for step in range(WARM_START_STEPS):
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1, (step + 1) / 10, 2 - 2 * step / WARM_START_STEPS)
+            texts = []
+            for index, row in enumerate(rng.sample(demonstrations, ASCENDING + DESCENDING)):
+                messages = [{"role": "user", "content": row["prompt"]}]
+                prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+                answer = row["answer"] if index < ASCENDING else row["answer"][::-1]
+                texts.append(prompt + answer + tokenizer.eos_token)
+            ids = tokenizer(texts, return_tensors="pt").input_ids  # all texts have one length: no padding
+            labels = ids.clone()
+            labels[:, : -(NUM_DIGITS + 1)] = -100  # the prompt
+            policy(input_ids=ids, labels=labels).loss.backward()
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+    return policy
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Train reproducibly inside, and leave the caller's random state, thread count and gradient mode as they were."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # at this size more threads gain little, and on busy cores they wait for each other
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.default_generator.manual_seed(SEED)  # torch.manual_seed would reseed the GPUs as well
+            yield
+    finally:
+        torch.set_num_threads(threads)

@@ -119,7 +119,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         tokenizer = loader.from_pretrained(source, padding_side="left", trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"{_not_found(name)} ({error})") from error
-    if not tokenizer("1 + 1").input_ids:  # made up from the config, without a vocabulary
+    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):  # made up for lack of a vocabulary
         raise ValueError(_not_found(name))
     return tokenizer
 
@@ -209,9 +209,9 @@ def warn_learning_rate(learning_rate: float, model: nn.Module) -> None:
 def _load(name: str, device: torch.device, dtype: str) -> PreTrainedModel:
     source = find(name)
     torch_dtype = pick_dtype(dtype, device)
-    if device.type == "cuda" and torch_dtype != torch.float32:
-        # the head multiplies bf16 or fp16 numbers cast to fp32: TF32 holds both exactly and is several times faster
-        torch.set_float32_matmul_precision("high")
+    # the head multiplies bf16 or fp16 numbers cast to fp32: TF32 holds both exactly and is several times faster
+    half_on_gpu = device.type == "cuda" and torch_dtype != torch.float32
+    torch.set_float32_matmul_precision("high" if half_on_gpu else "highest")
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype, trust_remote_code=False)
     except (OSError, ValueError) as error:

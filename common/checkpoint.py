@@ -39,8 +39,7 @@ def newest(out_dir: str | Path) -> Path | None:
     Returns:
         Its folder, or None.
     """
-    folders = sorted(Path(out_dir).glob("checkpoint-*"), key=lambda folder: folder.name)
-    return next((folder for folder in reversed(folders) if is_complete(folder)), None)
+    return max(filter(is_complete, Path(out_dir).glob("checkpoint-*")), key=_step, default=None)
 
 
 def is_complete(folder: str | Path) -> bool:
@@ -49,10 +48,10 @@ def is_complete(folder: str | Path) -> bool:
     if not state_file.is_file():
         return False
     try:
-        files = json.loads(state_file.read_text())["files"]
-    except (ValueError, KeyError):  # cut off in the middle
+        files = json.loads(state_file.read_text())["files"].items()
+    except (ValueError, KeyError, TypeError, AttributeError):  # cut off in the middle, or not ours
         return False
-    return all((Path(folder) / f).is_file() and (Path(folder) / f).stat().st_size == n for f, n in files.items())
+    return all((Path(folder) / f).is_file() and (Path(folder) / f).stat().st_size == n for f, n in files)
 
 
 def find(out_dir: str, resume: str) -> Path | None:
@@ -137,8 +136,14 @@ def save(
                 shutil.rmtree(final)
             os.rename(folder, final)
             _sync(final.parent)
-            complete = sorted(f for f in Path(out_dir).glob("checkpoint-*") if is_complete(f))
-            for old in complete[: -cfg.keep_checkpoints]:
+            complete = sorted(filter(is_complete, Path(out_dir).glob("checkpoint-*")), key=_step)
+            for later in [folder for folder in complete if _step(folder) > step]:
+                # the run went back to an older checkpoint: "auto" must not return to the branch it left
+                abandoned = later.with_name(f"abandoned-{later.name}")
+                shutil.rmtree(abandoned, ignore_errors=True)
+                os.rename(later, abandoned)
+                print(f"{later} is of steps that are taken again: now {abandoned}")
+            for old in [folder for folder in complete if _step(folder) <= step][: -cfg.keep_checkpoints]:
                 shutil.rmtree(old)
 
 
@@ -184,6 +189,7 @@ def keep_batch(out_dir: str, step: int, micros: list[RolloutBatch]) -> Iterator[
     try:
         yield
     except FloatingPointError as error:
+        Path(out_dir).mkdir(parents=True, exist_ok=True)  # a rank on another machine
         path = Path(out_dir) / f"not_finite-step{step:06d}-rank{distributed.rank()}.safetensors"
         tensors = {
             f"micro{i}/{field.name}": getattr(micro, field.name).detach().cpu().contiguous()
@@ -193,6 +199,12 @@ def keep_batch(out_dir: str, step: int, micros: list[RolloutBatch]) -> Iterator[
         }
         save_file(tensors, path)
         raise FloatingPointError(f"step {step}: {error}; the batch is in {path}") from error
+
+
+def _step(folder: Path) -> int:
+    """Steps done at a checkpoint; -1 for a folder that only begins like one."""
+    number = folder.name.removeprefix("checkpoint-")
+    return int(number) if number.isdecimal() else -1
 
 
 def _rng_state() -> dict[str, torch.Tensor]:
@@ -251,7 +263,8 @@ def stop_on_signal() -> Iterator[list[str]]:
             return
         first = time.monotonic()
         received.append(signal.Signals(number).name)
-        distributed.print_main(f"\n{received[0]}: finishing this step, then saving; once more stops at once")
+        if distributed.rank() == 0:  # not print: it may be a print that the signal interrupts
+            os.write(2, f"\n{received[0]}: finishing this step, then saving; once more stops at once\n".encode())
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -46,7 +46,7 @@ class Log:
 
         self.out_dir.mkdir(parents=True, exist_ok=True)
         for name in ("metrics.jsonl", "samples.jsonl"):
-            keep_lines(self.out_dir / name, start)
+            keep_lines(self.out_dir / name, start if start else -1)  # a new run evaluates the starting model again
         self._board = SummaryWriter(str(self.out_dir / "tensorboard"), purge_step=start + 1)
         self._bar = tqdm(initial=start, total=steps, unit="step", dynamic_ncols=True)
 
@@ -87,7 +87,7 @@ class Log:
         self.add(len(lengths), completion_length=lengths.mean().item(), truncated=batch.truncated.float().mean().item())
         self.add(len(lengths), unscored=1 - scored.float().mean().item(), completion_length_max=lengths.max().item())
         for name, rows in (("above", rewards > mean[:, None]), ("below", rewards < mean[:, None])):
-            picked = lengths[rows.flatten()]
+            picked = lengths[(rows & (equal == 0)[:, None]).flatten()]  # the mean of equal rewards may be rounded
             self.add(len(picked), **{f"completion_length_{name}": picked.mean().item() if len(picked) else 0.0})
         self._tokens = distributed.sum_over_ranks(lengths.sum().item())
 
@@ -218,7 +218,7 @@ def keep_lines(path: Path, last_step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").split("\n"):
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             step = json.loads(line)["step"]
         except ValueError:  # the run was killed while it wrote this

@@ -2,7 +2,7 @@
 
 Paper: Zheng et al. 2025, arXiv 2507.18071 - Eq. 5 objective, Eq. 6 advantage, Eq. 7 ratio.
 Run:   python gspo/gspo.py            edit the constants below, or pass --learning_rate 2e-6 (--help lists all)
-Costs: COSTS
+Costs: SmolLM2-135M on one H100: 4.7 GiB, 2.8 s per step, accuracy 0.12 -> 0.55 in 80 steps (gspo/README.md)
 Dims:  P prompts, G completions per prompt, B = P*G, m sequences in one forward, C completion tokens
 """
 
@@ -239,9 +239,10 @@ def main(cfg: Config) -> None:
                 log.samples(step, examples_P, completions_B, rewards_B.tolist(), cfg.print_samples)
             if eval_examples and (step % cfg.eval_every == 0 or step == cfg.steps):
                 log.eval(step, eval_reward=evaluate([model], eval_examples, sampling, tokenizer, reward_model, cfg))
-            if step % cfg.save_every == 0 or step == cfg.steps or stop:
+            stopping = bool(stop)  # read once: a signal may come while the checkpoint is written
+            if step % cfg.save_every == 0 or step == cfg.steps or stopping:
                 checkpoint.save(cfg.out_dir, step, model, tokenizer, optimizer, prompts.position, cfg)
-            if stop:
+            if stopping:
                 break
     log.close()
     print(f"policy saved in {checkpoint.newest(cfg.out_dir)}")

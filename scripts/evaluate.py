@@ -24,13 +24,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--data", default="toy", help="as train_data of the scripts (default: %(default)s)")
     parser.add_argument("--split", default="test", help="split of a data set that has several (default: %(default)s)")
     parser.add_argument("--examples", type=int, default=0, help="rows used, from the first; 0: all")
-    parser.add_argument("--samples", type=int, default=0, help="completions per prompt at --temperature; 0: one, greedy")
+    parser.add_argument(
+        "--samples", type=int, default=0, help="completions per prompt at --temperature; 0: one, greedy"
+    )
     parser.add_argument("--temperature", type=float, default=1.0, help="with --samples (default: %(default)s)")
     parser.add_argument("--max_new_tokens", type=int, default=128, help="tokens per completion (default: %(default)s)")
     parser.add_argument("--max_prompt_tokens", type=int, default=512, help="longer prompts are dropped, with a count")
     parser.add_argument("--system_prompt", default="", help="put before prompts given as text")
     parser.add_argument("--batch_size", type=int, default=128, help="completions at a time (default: %(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)"
+    )
     parser.add_argument("--dtype", default="auto", help="auto, fp32, bf16 or fp16 (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
     parser.add_argument("--out", default="", help="JSONL file for prompts, completions and rewards")

@@ -37,9 +37,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--chat", action="store_true", help="earlier prompts and replies are part of the next prompt")
     parser.add_argument("--system_prompt", default="", help="how the conversation opens")
     parser.add_argument("--samples", type=int, default=1, help="completions per prompt (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: the most likely token (default: %(default)s)")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="0: the most likely token (default: %(default)s)"
+    )
     parser.add_argument("--max_new_tokens", type=int, default=256, help="tokens per completion (default: %(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)"
+    )
     parser.add_argument("--dtype", default="auto", help="auto, fp32, bf16 or fp16 (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
     args = parser.parse_args(argv)

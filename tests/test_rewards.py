@@ -293,7 +293,9 @@ def test_reading_is_fast_on_hostile_text_and_never_raises():
     ],
 )
 def test_answers_match_without_math_verify(completion, gold, expected, monkeypatch):
-    monkeypatch.setattr(answers_module, "_math_verify", lambda *question: pytest.fail(f"Math-Verify was asked {question}"))
+    monkeypatch.setattr(
+        answers_module, "_math_verify", lambda *question: pytest.fail(f"Math-Verify was asked {question}")
+    )
     assert answers_match(completion, gold) == pytest.approx(expected, nan_ok=True)
 
 
@@ -346,7 +348,9 @@ def test_grader_that_dies_leaves_the_row_unscored_and_comes_back(monkeypatch):
     assert answers_match(r"\boxed{7+x}", "x+7") == 1  # found dead before the question: started again
 
     with monkeypatch.context() as patch:
-        patch.setattr(answers_module._grader.child, "poll", lambda: os.kill(answers_module._grader.child.pid, signal.SIGKILL))
+        patch.setattr(
+            answers_module._grader.child, "poll", lambda: os.kill(answers_module._grader.child.pid, signal.SIGKILL)
+        )
         assert math.isnan(answers_match(r"\boxed{8+x}", "x+8"))
     assert answers_match(r"\boxed{8+x}", "x+8") == 1
 

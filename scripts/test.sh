@@ -3,7 +3,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/env.sh
-make_env requirements.txt requirements-test.txt
+make_env requirements.txt
+make_env requirements-test.txt
 export PATH="$PWD/.venv/bin:$PATH"
 
 ruff check .

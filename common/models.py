@@ -1,6 +1,7 @@
 """Loading: the policy with its tokenizer, frozen models, and what must be true of both before training."""
 
 import copy
+import os
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from common import logprobs
 from common.distributed import print_main
 
 logging.disable_progress_bar()  # bars of loading and saving would tear the one of the training
+SMALL = 5_000_000  # parameters; below, a second thread gains little, and on busy cores threads wait for one another
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -218,6 +220,8 @@ def _load(name: str, device: torch.device, dtype: str) -> PreTrainedModel:
         raise ValueError(f"{_not_found(name)} ({error})") from error
     _switch_dropout_off(model)
     model = model.to(device)
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and model.num_parameters() < SMALL:
+        torch.set_num_threads(1)
     logprobs.check_head(model)
     return model
 

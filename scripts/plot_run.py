@@ -44,7 +44,7 @@ EVAL_MARKER = {"linestyle": "", "marker": "D", "markersize": 6.5, "markeredgecol
 
 
 def read_metrics(run: Path) -> list[dict]:
-    """Read RUN/metrics.jsonl, sorted by step; of a step written twice, as after a resume, the later row counts.
+    """Read RUN/metrics.jsonl, sorted by step: the lines of a step joined into one, later values counting.
 
     Raises:
         FileNotFoundError: the run has no metrics.jsonl.
@@ -60,7 +60,7 @@ def read_metrics(run: Path) -> list[dict]:
             continue
         try:
             row = json.loads(line)
-            rows[row["step"]] = row
+            rows[row["step"]] = rows.get(row["step"], {}) | row  # an evaluation has a line of its own
         except json.JSONDecodeError as error:
             if number < len(lines):
                 raise ValueError(f"{path}, line {number} is not JSON ({error}); delete or repair that line.") from error

@@ -111,6 +111,11 @@ def test_plot_keeps_the_later_row_of_a_step_written_twice(plot, tmp_path):
     assert len(rows) == 12 and rows[3]["reward"] == 7.0
 
 
+def test_plot_joins_a_step_and_its_evaluation(plot, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 20, "reward": 0.5}\n{"step": 20, "eval_reward": 0.7}\n')
+    assert plot.read_metrics(tmp_path) == [{"step": 20, "reward": 0.5, "eval_reward": 0.7}]
+
+
 def test_plot_reads_the_fullest_gpu_and_only_the_steps_that_logged(plot):
     rows = [{"step": 0, "memory_gib": [1.0, 3.0]}, {"step": 1, "memory_gib": []}, {"step": 2, "memory_gib": [2.0]}]
     steps, values = plot.series(rows, "memory_gib")

@@ -6,10 +6,12 @@ import dataclasses
 import difflib
 import inspect
 import io
+import json
 import sys
 import textwrap
 import tokenize
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 T = TypeVar("T")
@@ -78,6 +80,17 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
         return cls(**vars(values))
     except ValueError as error:
         parser.error(str(error))
+
+
+def save(cfg: Any, out_dir: str) -> None:
+    """Writes the configuration of a run to `config.json` in its folder; called by rank 0 alone.
+
+    Args:
+        cfg: a dataclass instance.
+        out_dir: of the run.
+    """
+    Path(out_dir).mkdir(parents=True, exist_ok=True)
+    (Path(out_dir) / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=1) + "\n", encoding="utf-8")
 
 
 def changed(old: dict[str, Any], cfg: Any) -> list[str]:

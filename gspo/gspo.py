@@ -190,6 +190,7 @@ def main(cfg: Config) -> None:
     if start >= cfg.steps:
         print(f"{resumed} has all {cfg.steps} steps: raise steps to go on, or give another out_dir")
     prompts = data.PromptStream(train_examples, cfg.batch_size, cfg.seed, position)
+    config.save(cfg, cfg.out_dir)
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
     if eval_examples and start == 0:
         log.eval(0, eval_reward=evaluate([model], eval_examples, sampling, tokenizer, reward_model, cfg))

@@ -213,6 +213,8 @@ def main(cfg: Config) -> None:
     if start >= cfg.steps:
         distributed.print_main(f"{resumed} has all {cfg.steps} steps: raise steps to go on, or give another out_dir")
     prompts = data.PromptStream(train_examples, cfg.batch_size, cfg.seed, position, rank, num_ranks)
+    if accelerator.is_main_process:
+        config.save(cfg, cfg.out_dir)
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
     if cfg.eval_data and cfg.eval_every and start == 0:
         log.eval(0, eval_reward=evaluate([model], eval_examples, sampling, tokenizer, reward_model, cfg))

@@ -1,11 +1,12 @@
 """Tests of common/config.py: the command line that a Config dataclass becomes."""
 
+import json
 from dataclasses import dataclass, replace
 
 import pytest
 
 from common import config
-from common.config import changed, comments, parse, require
+from common.config import changed, comments, parse, require, save
 
 
 @dataclass(frozen=True)
@@ -209,3 +210,10 @@ def test_the_module_has_no_state_between_parses():
     assert parse(Settings, ["--steps", "5"]).steps == 5
     assert parse(Settings, []).steps == 60
     assert config.comments(Settings)["steps"] == "rollouts, at least 1"
+
+
+def test_the_configuration_of_a_run_is_saved(tmp_path):
+    save(Settings(steps=9), str(tmp_path / "runs" / "new"))
+    saved = json.loads((tmp_path / "runs" / "new" / "config.json").read_text())
+    assert Settings(**saved) == Settings(steps=9)
+    assert changed(saved, Settings(steps=10)) == ["steps: 9 -> 10"]

@@ -51,7 +51,7 @@ def test_a_script_runs_from_any_folder_as_it_is(launcher, tmp_path, monkeypatch)
     run = launcher.command([sys.executable], SCRIPTS["gspo"], "new/folder", steps=1).wait().succeeded()
     assert "policy saved in new/folder/checkpoint-000001" in run.output
     assert {path.name for path in run.out_dir.iterdir()} == {
-        "checkpoint-000001", "metrics.jsonl", "samples.jsonl", "tensorboard",
+        "checkpoint-000001", "config.json", "metrics.jsonl", "samples.jsonl", "tensorboard",
     }  # fmt: skip
     state = json.loads((run.out_dir / "checkpoint-000001" / "state.json").read_text())
     assert state["config"]["group_size"] == 4 and state["config"]["out_dir"] == "new/folder"

@@ -55,7 +55,7 @@ def is_complete(folder: str | Path) -> bool:
 
 
 def find(out_dir: str, resume: str) -> Path | None:
-    """Which checkpoint a run starts from.
+    """Which checkpoint a run starts from; called by every rank.
 
     Args:
         out_dir: of the run.
@@ -65,12 +65,25 @@ def find(out_dir: str, resume: str) -> Path | None:
         The folder, or None to start anew.
 
     Raises:
-        ValueError: the folder named is not a complete checkpoint; or "none", and out_dir already holds a run.
+        ValueError: the folder named is not a complete checkpoint; or "none", and out_dir already holds a run; or the
+            ranks see different checkpoints.
     """
+    with distributed.together("resume"):
+        folder = _find(out_dir, resume)
+    seen = set(distributed.gather_objects(folder))
+    if len(seen) > 1:
+        raise ValueError(
+            f"out_dir = {out_dir!r}: the ranks see different checkpoints, {sorted(map(str, seen))}; to resume on "
+            "several machines, out_dir must be a folder that all of them share"
+        )
     if resume == "auto":
-        folder = newest(out_dir)
         distributed.print_main(f"resuming from {folder}" if folder else f"no checkpoint in {out_dir}: starting anew")
-        return folder
+    return folder
+
+
+def _find(out_dir: str, resume: str) -> Path | None:
+    if resume == "auto":
+        return newest(out_dir)
     if resume == "none":
         if newest(out_dir) or (Path(out_dir) / "metrics.jsonl").exists():
             raise ValueError(f"out_dir = {out_dir!r} already holds a run: give another out_dir, or resume = 'auto'")

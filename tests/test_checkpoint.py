@@ -480,3 +480,10 @@ def test_a_signal_in_the_middle_of_a_print_is_noted_too(monkeypatch):
         print("a line")
         monkeypatch.undo()
         assert stop == ["SIGTERM"]
+
+
+def test_ranks_that_see_different_checkpoints_do_not_start(tmp_path, monkeypatch):
+    gathered = iter([[None, None], [None, tmp_path / "checkpoint-000004"]])  # failures, then what each rank has found
+    monkeypatch.setattr(checkpoint.distributed, "gather_objects", lambda value: next(gathered))
+    with pytest.raises(ValueError, match=r"the ranks see different checkpoints.*checkpoint-000004.*all of them share"):
+        checkpoint.find(str(tmp_path), "auto")

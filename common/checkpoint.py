@@ -137,10 +137,11 @@ def save(
                           folder / "optimizer.safetensors")  # fmt: skip
                 rng = {f"rank{r}/{name}": value for r, state in enumerate(rng_by_rank) for name, value in state.items()}
                 save_file(rng, folder / "rng.safetensors")
-                files = {path.name: path.stat().st_size for path in folder.iterdir()}
+                written = [path for path in folder.rglob("*") if path.is_file()]
+                files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in written}
                 state = {"step": step, "position": position, "num_ranks": len(rng_by_rank), "files": files}
                 (folder / STATE).write_text(json.dumps({**state, "config": dataclasses.asdict(cfg)}, indent=1))
-                for path in [*folder.iterdir(), folder]:
+                for path in [*folder.rglob("*"), folder]:
                     _sync(path)
             except BaseException:  # a full disk, or a second Ctrl-C: what was written goes, the error stays
                 shutil.rmtree(folder, ignore_errors=True)
@@ -170,8 +171,17 @@ def load(folder: Path, optimizer: AdamW, cfg: Any) -> tuple[int, int]:
 
     Returns:
         Steps done, and prompts taken from the data.
+
+    Raises:
+        ValueError: the checkpoint is of another policy_model, or its optimizer state does not fit.
     """
     state = json.loads((folder / STATE).read_text())
+    was, now = state["config"].get("policy_model"), getattr(cfg, "policy_model", None)
+    if was != now:
+        raise ValueError(
+            f"policy_model = {now!r}: {folder} was trained from {was!r}; give another out_dir, or set policy_model "
+            "back (to go on from a checkpoint with other settings, name its folder as policy_model)"
+        )
     optimizer.load_state_dict(load_file(folder / "optimizer.safetensors"))
     prefix = f"rank{distributed.rank()}/"
     with safe_open(folder / "rng.safetensors", "pt") as file:

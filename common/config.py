@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from common import distributed
+
 T = TypeVar("T")
 
 
@@ -83,12 +85,14 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
 
 
 def save(cfg: Any, out_dir: str) -> None:
-    """Writes the configuration of a run to `config.json` in its folder; called by rank 0 alone.
+    """Writes the configuration of a run to `config.json` in its folder; rank 0 does, the others do nothing.
 
     Args:
         cfg: a dataclass instance.
         out_dir: of the run.
     """
+    if distributed.rank() > 0:
+        return
     Path(out_dir).mkdir(parents=True, exist_ok=True)
     (Path(out_dir) / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=1) + "\n", encoding="utf-8")
 

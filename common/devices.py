@@ -83,12 +83,14 @@ def layout_of_rank(reference: int | None, reward: int | None, device: str = "aut
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     own = [local_rank if id_ is None else id_ for id_ in (reference, reward)]
-    try:
-        gpus = layout(tuple(range(processes)), *own, device)
-    except ValueError as error:
+    found, needed = torch.cuda.device_count(), max(processes - 1, *own) + 1
+    if min(own) >= 0 and found < needed and (device == "cuda" or (device == "auto" and found)):
         raise ValueError(
-            f"{processes} process(es) on this machine (torchrun --nproc_per_node), one GPU each: {error}"
-        ) from error
+            f"{processes} process(es) on this machine and GPU ids {sorted({*range(processes), *own})} need {needed} "
+            f"GPUs, {found} visible: lower torchrun --nproc_per_node, set REFERENCE_GPU_ID and REWARD_GPU_ID to None, "
+            "or pass --device cpu"
+        )
+    gpus = layout(tuple(range(processes)), *own, device)
     return gpus if gpus.policy[0].type == "cpu" else dataclasses.replace(gpus, policy=(gpus.policy[local_rank],))
 
 

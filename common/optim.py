@@ -132,6 +132,6 @@ class AdamW:
             if f"step/{name}" in state:  # absent before the first step
                 moments = {key: state[f"{key}/{name}"].to(master.device).clone() for key in ("exp_avg", "exp_avg_sq")}
                 self._inner.state[master] = {"step": state[f"step/{name}"].clone(), **moments}
-        if self._dynamic:
-            self.loss_scale, good_steps = state["loss_scale"].tolist()
-            self._good_steps = int(good_steps)
+        loss_scale, good_steps = state["loss_scale"].tolist()
+        if self._dynamic and loss_scale > 1.0:  # 1 was saved without fp16: the fresh scale stays
+            self.loss_scale, self._good_steps = loss_scale, int(good_steps)

@@ -6,7 +6,7 @@ Run:   torchrun --nproc_per_node=2 gspo/gspo_ddp.py   edit the constants below, 
 Costs: SmolLM2-135M on two H100s: 3.6 GiB each, 2.8 s per step (one GPU: 2.2 s; gspo/README.md says why)
 Dims:  P prompts, G completions per prompt, B = P*G / ranks, m sequences in one forward, C completion tokens
 
-Every rank samples, scores and trains on its share of the step's prompts; DistributedDataParallel sums the gradients.
+Every rank samples, scores and trains on its share of the step's prompts; DistributedDataParallel averages gradients.
 All ranks take the same number of forward passes and steps, whatever the data; what can fail on one rank alone ends all.
 """
 
@@ -40,7 +40,7 @@ class Config:
     reward_model: str = ""  # sequence classifier with one output, hub id or folder; its score joins REWARDS
     reward_model_weight: float = 1.0  # weight of its score in the sum
     train_data: str = "toy"  # built-in; or a .jsonl file, a saved datasets folder, a hub id: "openai/gsm8k:main"
-    eval_data: str = "toy"  # the same, held out; "": no evaluation
+    eval_data: str = "toy"  # the same, held out (split "test" of a hub id); "": no evaluation
     apply_chat_template: bool = True  # a prompt given as text becomes one user message, if the tokenizer has a template
     system_prompt: str = ""  # put before prompts given as text
     max_prompt_tokens: int = 512  # longer prompts are dropped, with a count
@@ -58,7 +58,7 @@ class Config:
     learning_rate: float = 1e-4  # for the built-in policy; 5e-6 up to 0.5B parameters, 1e-6 at 7B
     warmup_steps: int = 5  # steps of linear warm-up, then constant
     weight_decay: float = 0.0  # decoupled
-    max_grad_norm: float = 1.0  # the gradient is scaled down to this norm
+    max_grad_norm: float = 1.0  # the gradient is scaled down to this norm; inf: never
     clip_preset: str = "dense"  # Eq. 5 clip range: "dense" 3e-3/4e-3, "paper" 3e-4/4e-4 (very long answers), "custom"
     epsilon_low: float = 0.2  # with clip_preset "custom": the ratio counts down to 1 - epsilon_low
     epsilon_high: float = 0.2  # and up to 1 + epsilon_high
@@ -96,15 +96,24 @@ class Config:
                 f"must be at most the {rows} completions of a step", "lower it, or raise batch_size")  # fmt: skip
         require(self.temperature > 0, f"temperature = {self.temperature}", "must be above 0", "1.0 is usual")
         require(self.learning_rate >= 0, f"learning_rate = {self.learning_rate}", "must not be negative", "try 1e-6")
+        require(self.max_grad_norm > 0, f"max_grad_norm = {self.max_grad_norm}", "must be above 0", "inf: no clipping")
         require(self.kl_coef >= 0, f"kl_coef = {self.kl_coef}", "must not be negative", "0 switches it off")
         choices = {"clip_preset": (*losses.CLIP_PRESETS, "custom"), "truncated": ("keep", "mask"),
-                   "kl_estimator": ("k1", "k2", "k3"), "advantage_scale": ("group", "batch", "none"),
+                   "kl_estimator": ("k2", "k3"), "advantage_scale": ("group", "batch", "none"),
                    "dtype": ("auto", *models.DTYPES), "device": ("auto", "cuda", "cpu")}  # fmt: skip
         for name, allowed in choices.items():
             value = getattr(self, name)
             require(value in allowed, f"{name} = {value!r}", f"must be one of {allowed}", "choose one of these")
+        preset_alone = (self.epsilon_low, self.epsilon_high) == (0.2, 0.2)
+        require(self.clip_preset == "custom" or preset_alone, f"clip_preset = {self.clip_preset!r}",
+                "epsilon_low and epsilon_high would be ignored", "set clip_preset to 'custom'")  # fmt: skip
+        require(not self.eval_data or (self.train_data == "toy") == (self.eval_data == "toy"),
+                f"train_data = {self.train_data!r}, eval_data = {self.eval_data!r}", "one is the built-in task, one "
+                "is not", "set eval_data to held-out rows of the same task, or to ''")  # fmt: skip
         if self.num_minibatches * self.gspo_epochs == 1:
-            print("warning: one optimizer step per rollout: the ratio is always 1, so nothing clips and GSPO is GRPO")
+            distributed.print_main(
+                "warning: one optimizer step per rollout: the ratio is always 1, so nothing clips and GSPO is GRPO"
+            )
 
 
 # [copy]
@@ -174,14 +183,11 @@ def main(cfg: Config) -> None:
     """Trains the policy; every step is rollout, score, update, report and save."""
     gpus = devices.layout_of_rank(REFERENCE_GPU_ID, REWARD_GPU_ID, cfg.device)
     home = gpus.policy[0]
-    accelerator = Accelerator(
-        cpu=home.type == "cpu",
-        mixed_precision="no",  # dtype decides, whatever the launcher is configured to: the head must stay fp32
-        kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=timedelta(minutes=TIMEOUT_MINUTES)),
-            DistributedDataParallelKwargs(broadcast_buffers=False),  # no buffer changes in training
-        ],
-    )
+    # mixed_precision: dtype decides, whatever the launcher is set to, or the head would not be fp32
+    accelerator = Accelerator(cpu=home.type == "cpu", mixed_precision="no", kwargs_handlers=[
+        InitProcessGroupKwargs(timeout=timedelta(minutes=TIMEOUT_MINUTES)),
+        DistributedDataParallelKwargs(broadcast_buffers=False),  # no buffer changes in training
+    ])  # fmt: skip
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
     require(cfg.batch_size % num_ranks == 0, f"batch_size = {cfg.batch_size}", f"must be a multiple of the {num_ranks} "
             "ranks", f"{num_ranks * max(1, cfg.batch_size // num_ranks)} would do")  # fmt: skip
@@ -213,8 +219,7 @@ def main(cfg: Config) -> None:
     if start >= cfg.steps:
         distributed.print_main(f"{resumed} has all {cfg.steps} steps: raise steps to go on, or give another out_dir")
     prompts = data.PromptStream(train_examples, cfg.batch_size, cfg.seed, position, rank, num_ranks)
-    if accelerator.is_main_process:
-        config.save(cfg, cfg.out_dir)
+    config.save(cfg, cfg.out_dir)
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
     if cfg.eval_data and cfg.eval_every and start == 0:
         log.eval(0, eval_reward=evaluate([model], eval_examples, sampling, tokenizer, reward_model, cfg))

@@ -2,7 +2,7 @@
 
 Run:   python scripts/evaluate.py runs/gspo/checkpoint-000060                      on the built-in test rows
        python scripts/evaluate.py MODEL --data test.jsonl --examples 300 --max_new_tokens 256
-       python scripts/evaluate.py MODEL --data test.jsonl --samples 8              mean and best of 8 at temperature 1
+       python scripts/evaluate.py MODEL --data test.jsonl --samples 8              mean and pass@8 at temperature 1
 Prints one JSON line; --out FILE writes every completion beside it. Right or wrong is decided by common/answers.py.
 """
 
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
         "tokens": sum(line["tokens"] for line in lines) / len(lines),
     }
     if args.samples:
-        result[f"best_of_{args.samples}"] = scores[scored].amax(1).mean().item() if scored.any() else None
+        result[f"pass@{args.samples}"] = scores[scored].amax(1).mean().item() if scored.any() else None
     if args.out:
         with open(args.out, "w", encoding="utf-8", errors="backslashreplace") as file:
             for line in lines:

@@ -51,6 +51,8 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("--chat goes with one sample per prompt, typed at the terminal: leave out --samples and --prompt")
 
     tokenizer, model = models.load_policy(args.model, torch.device(args.device), args.dtype)
+    if not tokenizer.chat_template and (args.chat or args.system_prompt):
+        parser.error("--chat and --system_prompt need a chat template, and this tokenizer has none")
     opening = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
     history = list(opening)
     for turn, text in enumerate([args.prompt] if args.prompt else lines_from_terminal()):

@@ -487,3 +487,27 @@ def test_ranks_that_see_different_checkpoints_do_not_start(tmp_path, monkeypatch
     monkeypatch.setattr(checkpoint.distributed, "gather_objects", lambda value: next(gathered))
     with pytest.raises(ValueError, match=r"the ranks see different checkpoints.*checkpoint-000004.*all of them share"):
         checkpoint.find(str(tmp_path), "auto")
+
+
+def test_a_tokenizer_with_several_chat_templates_makes_a_complete_checkpoint(tmp_path):
+    model, tokenizer = build_model("qwen2"), build_tokenizer()
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}  # the second in a subfolder
+    checkpoint.save(str(tmp_path), 1, model, tokenizer, optim.AdamW(model, 1e-3), 0, Config())
+    folder = tmp_path / "checkpoint-000001"
+    assert any(path.is_file() for path in folder.glob("*/*"))
+    assert checkpoint.newest(tmp_path) == folder
+    next(folder.glob("*/*")).unlink()
+    assert checkpoint.newest(tmp_path) is None
+
+
+def test_a_checkpoint_of_another_policy_model_is_refused(tmp_path):
+    @dataclasses.dataclass(frozen=True)
+    class Named(Config):
+        policy_model: str = "first"
+
+    model = build_model("qwen2")
+    optimizer = optim.AdamW(model, 1e-3)
+    checkpoint.save(str(tmp_path), 1, model, build_tokenizer(), optimizer, 5, Named())
+    assert checkpoint.load(tmp_path / "checkpoint-000001", optimizer, Named()) == (1, 5)
+    with pytest.raises(ValueError, match=r"policy_model = 'second'.*was trained from 'first'"):
+        checkpoint.load(tmp_path / "checkpoint-000001", optimizer, Named(policy_model="second"))

@@ -327,3 +327,10 @@ def test_the_state_of_another_model_is_refused_and_changes_nothing(other):
     with pytest.raises(ValueError, match="another model"):
         optimizer.load_state_dict(saved)
     assert_equal(before[0], snapshot(model, optimizer)[0])
+
+
+def test_fp16_keeps_its_fresh_loss_scale_after_a_checkpoint_without_one():
+    saved = AdamW(small_model(), 1e-2).state_dict()
+    half = AdamW(small_model().half(), 1e-2)
+    half.load_state_dict(saved)
+    assert half.loss_scale == 2.0**16

@@ -291,3 +291,15 @@ def test_wrong_options_are_named(launcher, tmp_path, options, messages):
 def test_what_cannot_be_loaded_is_named(launcher, tmp_path, options, message):
     run = failed(launcher.run(SCRIPTS["gspo"], tmp_path / "run", **options), message)
     assert not run.lines and not run.checkpoints
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (dict(epsilon_low=1e-3, epsilon_high=1e-3), "clip_preset = 'dense': epsilon_low and epsilon_high would be ignored"),
+    (dict(max_grad_norm=0), "max_grad_norm = 0.0: must be above 0; inf: no clipping"),
+    (dict(kl_estimator="k1"), "kl_estimator = 'k1': must be one of ('k2', 'k3')"),
+    (dict(eval_data="toy"), "eval_data = 'toy': one is the built-in task, one is not"),
+], ids=["clip", "gradient norm", "k1", "eval_data"])  # fmt: skip
+def test_an_option_without_effect_is_refused(launcher, tmp_path, options, message):
+    run = launcher.run(SCRIPTS["gspo"], tmp_path / "run", **options)
+    assert run.codes == [2] and message in " ".join(run.output.split())
+    assert not (tmp_path / "run").exists()

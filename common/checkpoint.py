@@ -167,7 +167,7 @@ def load(folder: Path, optimizer: AdamW, cfg: Any) -> tuple[int, int]:
     Args:
         folder: a complete checkpoint.
         optimizer: its state is replaced, and with it the weights, by the fp32 masters.
-        cfg: the present Config; what differs from the saved one is printed, and holds.
+        cfg: the present Config; what differs from the saved one is printed, and holds, except for policy_model.
 
     Returns:
         Steps done, and prompts taken from the data.

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 import torch.distributed as dist
 from torch import nn
@@ -19,10 +19,15 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def print_main(*values: Any) -> None:
-    """Prints on rank 0 only."""
+def print_main(*values: Any, file: TextIO | None = None) -> None:
+    """Prints on rank 0 only.
+
+    Args:
+        *values: as for print.
+        file: standard output by default.
+    """
     if rank() == 0:
-        print(*values, flush=True)
+        print(*values, file=file, flush=True)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -1,59 +1,25 @@
 """Per-token log-probabilities of completions: the one place that shifts, masks and projects to the vocabulary.
 
-Dims: m sequences, Q prompt tokens, C completion tokens, H hidden size, V vocabulary, N completion tokens of a batch.
+Dims: m sequences, Q prompt tokens, C completion tokens, T = Q + C, M tokens of all sequences together, H hidden size,
+V vocabulary, N completion tokens of a batch, n of them in one chunk.
 """
 
 from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.nn.parallel import DistributedDataParallel
 
-CHUNK_TOKENS = 2048  # tokens projected to the vocabulary at once: 1.2 GiB of fp32 logits at V = 151,936
-
-
-def position_ids(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Positions that count real tokens only, so that left padding does not move a prompt.
-
-    Args:
-        attention_mask: [m, T], 1 for a token, 0 for padding.
-
-    Returns:
-        [m, T] int64.
-    """
-    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+from common import attention
+from common.head import token_logps, vocabulary_logits
 
 
-def vocabulary_logits(model: nn.Module, hidden: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-    """Next-token logits in fp32, whatever the dtype of the model.
-
-    Rounding the logits to bf16 alone would move a sequence's ratio by more than GSPO's clip range.
-
-    Args:
-        model: a transformers causal language model.
-        hidden: [..., H], last hidden states.
-        weight: [V, H] fp32, the head's weight if it was cast before.
-
-    Returns:
-        [..., V] fp32.
-    """
-    head = model.get_output_embeddings()
-    weight = head.weight.float() if weight is None else weight
-    bias = getattr(head, "bias", None)
-    logits = F.linear(hidden.float(), weight, None if bias is None else bias.float())
-    softcap = getattr(model.config, "final_logit_softcapping", None)
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-
-def _token_stats(
-    model: nn.Module, weight: torch.Tensor, hidden_NH: torch.Tensor, ids_N: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy of every token, [N] and [N] fp32."""
-    logps_NV = (vocabulary_logits(model, hidden_NH, weight) / temperature).log_softmax(-1)
-    with torch.no_grad():
-        entropy_N = -(logps_NV.exp() * logps_NV).nan_to_num().sum(-1)
-    return logps_NV.gather(-1, ids_N[:, None]).squeeze(-1), entropy_N
+def _rows(lengths_m: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each of `total` tokens of m sequences: its row, and its place in the row."""
+    device = lengths_m.device
+    row_N = torch.arange(len(lengths_m), device=device).repeat_interleave(lengths_m, output_size=total)
+    begin_m = lengths_m.cumsum(0) - lengths_m
+    return row_N, torch.arange(total, device=device) - begin_m[row_N]
 
 
 class LogProbs(nn.Module):
@@ -61,18 +27,41 @@ class LogProbs(nn.Module):
 
     This is the module that DistributedDataParallel and DataParallel wrap, so that between GPUs travels one number per
     completion token and never the logits.
+
+    Attributes:
+        packed: whether sequences are computed one behind the other in a single row, without padding.
+        compiled: whether transformer blocks and head are compiled.
     """
 
-    def __init__(self, model: nn.Module, temperature: float):
-        """Wraps a model.
+    def __init__(self, model: nn.Module, temperature: float, compile: bool = False):
+        """Wraps a model, whose attention becomes that of common/attention.py if it is of the plain causal kind.
 
         Args:
-            model: a transformers causal language model, with dropout off.
+            model: a transformers causal language model, with dropout off; wrapped by peft or not.
             temperature: the sampling temperature; the log-probabilities are those of the distribution sampled from.
+            compile: compile what is worth it, on a GPU; not under DataParallel, whose copies and threads would have
+                every GPU compile for itself, at the same time.
+
+        Raises:
+            TypeError: the output head is more than a linear layer, such as one with an adapter.
         """
         super().__init__()
+        head = model.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            raise TypeError(
+                f"the output head is a {type(head).__name__}: log-probabilities are computed from the weight of a "
+                "plain nn.Linear; leave the head out of target_modules and modules_to_save, and do not quantize it"
+            )
         self.model = model
         self.temperature = temperature
+        support = attention.install(model)
+        self.packed = not support.reason
+        self.window = support.window
+        # on a CPU it would take a C++ compiler and a minute, and gain little
+        self.compiled = compile and head.weight.is_cuda
+        if self.compiled:
+            for block in attention.decoder_layers(model, support):
+                block.compile(dynamic=True)  # all of one kind share what is compiled
 
     def forward(
         self,
@@ -87,41 +76,42 @@ class LogProbs(nn.Module):
             prompt_ids: [m, Q] int64, padded on the left.
             prompt_mask: [m, Q] bool.
             completion_ids: [m, C] int64, padded on the right.
-            completion_mask: [m, C] bool, the end token included.
+            completion_mask: [m, C] bool, the tokens of a completion, the end token included: its first ones, or none.
 
         Returns:
             Log-probabilities [m, C] and entropies [m, C], fp32, nats, 0 where masked; no gradient through the entropy.
         """
-        # Each row is moved to the left, so that all padding is at its end, where causal attention never sees it: no
-        # mask is needed, the fast kernels apply, and no position is left without anything to attend to.
-        padding_m1 = (~prompt_mask).sum(1, keepdim=True)
+        (m, Q), device = prompt_ids.shape, prompt_ids.device
+        prompt_m, completion_m = prompt_mask.sum(1), completion_mask.sum(1)
+        length_m, padding_m = prompt_m + completion_m, Q - prompt_m
+        # the one time that the host waits for the GPU
+        lengths, completions = torch.stack([length_m, completion_m]).tolist()
         ids_mT = torch.cat([prompt_ids, completion_ids], dim=1)
-        moved_mT = torch.arange(ids_mT.shape[1], device=ids_mT.device) + padding_m1
-        ids_mT = ids_mT.gather(1, moved_mT.clamp(max=ids_mT.shape[1] - 1))
-        hidden_mTH = self.model.get_decoder()(input_ids=ids_mT, use_cache=False).last_hidden_state
+        decoder, T = self.model.get_decoder(), ids_mT.shape[1]
+        if self.packed and max(lengths) <= self.window:
+            row_M, place_M = _rows(length_m, sum(lengths))
+            ids_1M = ids_mT[row_M, padding_m[row_M] + place_M][None]
+            begin_m = length_m.cumsum(0) - length_m
+            packed = attention.inputs(device, attention.Packed.of(lengths, device))
+            hidden = decoder(input_ids=ids_1M, position_ids=place_M[None], **packed).last_hidden_state
+        else:
+            # Each row is moved to the left, so that all padding is at its end, where causal attention never sees it: no
+            # mask is needed, the fast kernels apply, and no position is left without anything to attend to.
+            moved_mT = torch.arange(T, device=device) + padding_m[:, None]
+            ids_mT = ids_mT.gather(1, moved_mT.clamp(max=T - 1))
+            begin_m = torch.arange(m, device=device) * T
+            hidden = decoder(input_ids=ids_mT, use_cache=False).last_hidden_state
 
         # the state before a token predicts it; prompt and padding never reach the vocabulary
-        row_N, column_N = completion_mask.nonzero(as_tuple=True)
-        before_N = column_N + (prompt_ids.shape[1] - 1) - padding_m1[row_N, 0]
-        hidden_NH = hidden_mTH[row_N, before_N]
-        ids_N = completion_ids[completion_mask]
-        weight = self.model.get_output_embeddings().weight.float()  # once: its gradient adds up in fp32 over the chunks
-        chunked = len(ids_N) > CHUNK_TOKENS
-        logps, entropy = [], []
-        for hidden_nH, ids_n in zip(hidden_NH.split(CHUNK_TOKENS), ids_N.split(CHUNK_TOKENS), strict=True):
-            args = (self.model, weight, hidden_nH, ids_n, self.temperature)
-            # a second chunk would double the logits kept for the backward pass: compute them again there instead
-            stats = checkpoint(_token_stats, *args, use_reentrant=False) if chunked else _token_stats(*args)
-            logps.append(stats[0])
-            entropy.append(stats[1])
-        zeros_mC = torch.zeros(completion_ids.shape, device=completion_ids.device)
-        return (
-            zeros_mC.masked_scatter(completion_mask, torch.cat(logps)),
-            zeros_mC.masked_scatter(completion_mask, torch.cat(entropy)),
-        )
+        row_N, place_N = _rows(completion_m, sum(completions))
+        before_N = begin_m[row_N] + prompt_m[row_N] + place_N - 1
+        hidden_NH = hidden.flatten(0, 1).index_select(0, before_N)
+        ids_N = completion_ids[row_N, place_N]
+        logps_N, entropy_N = token_logps(self.model, hidden_NH, ids_N, self.temperature, self.compiled)
+        zeros_mC = torch.zeros(completion_ids.shape, device=device)
+        return zeros_mC.index_put((row_N, place_N), logps_N), zeros_mC.index_put((row_N, place_N), entropy_N)
 
 
-@torch.no_grad()
 def fill(micros: Iterable, field: str, policy: nn.Module, device: torch.device) -> None:
     """Writes log-probabilities under weights that are not trained here into micro-batches: old ones, the reference's.
 
@@ -131,9 +121,15 @@ def fill(micros: Iterable, field: str, policy: nn.Module, device: torch.device) 
         policy: a `LogProbs`, wrapped or not.
         device: where it takes its input.
     """
-    for micro in micros:
-        logps_mC, _ = policy(*(tokens.to(device) for tokens in micro.tokens))
-        setattr(micro, field, logps_mC.to(micro.prompt_ids.device))
+    if isinstance(policy, DistributedDataParallel):
+        policy = policy.module  # there is nothing to reduce, and no backward pass as it would expect
+    trained = any(p.requires_grad for p in policy.parameters())
+    # With gradients another graph is compiled, which rounds differently: the update's own is needed here, or the first
+    # ratio is not exactly 1. Its activations are freed before the next micro-batch.
+    with torch.set_grad_enabled(trained and getattr(policy, "compiled", False)):
+        for micro in micros:
+            logps_mC = policy(*(tokens.to(device) for tokens in micro.tokens))[0].detach()
+            setattr(micro, field, logps_mC.to(micro.prompt_ids.device))
 
 
 @torch.no_grad()
@@ -150,8 +146,8 @@ def check_head(model: nn.Module) -> None:
     ids = torch.arange(4, device=model.device)[None] + 1
     was_training = model.training
     model.eval()
-    own = model(input_ids=ids, use_cache=False).logits.float()
-    ours = vocabulary_logits(model, model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state)
+    own = model(input_ids=ids, use_cache=False).logits[0].float()
+    ours = vocabulary_logits(model, model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0])
     model.train(was_training)
     error, size = (own - ours).abs().max().item(), own.abs().max().item()
     if not error <= 0.02 * size + 1e-4:  # the own logits may be bf16; NaN fails

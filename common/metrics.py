@@ -99,6 +99,18 @@ class Log:
         devices.synchronize(self.gpus)
         self.add(**{f"seconds_{phase}": time.perf_counter() - began})
 
+    @contextmanager
+    def time_save(self, step: int) -> Iterator[None]:
+        """Writes the duration of the block as `seconds_save`, in a line of its own.
+
+        Args:
+            step: steps done.
+        """
+        began = time.perf_counter()
+        yield
+        if self.is_main:
+            self._write({"step": step, "seconds_save": time.perf_counter() - began})
+
     def end_step(self, step: int, **values: float) -> dict[str, Any]:
         """Writes the line of a step; a collective.
 
@@ -112,10 +124,12 @@ class Log:
         Raises:
             ValueError: not one completion of the step could be scored, on any rank.
         """
+        counted = [*self._sums.values(), *self._weights.values(), *(x for seen in self._max.values() for x in seen)]
+        numbers = iter(_to_host(counted))
         own = {
-            "sums": {name: float(value) for name, value in self._sums.items()},
-            "weights": {name: float(value) for name, value in self._weights.items()},
-            "max": {name: max(map(float, seen)) for name, seen in self._max.items()},
+            "sums": {name: next(numbers) for name in self._sums},
+            "weights": {name: next(numbers) for name in self._weights},
+            "max": {name: max(next(numbers) for _ in seen) for name, seen in self._max.items()},
             "memory": devices.peak_memory_gib(self.gpus),
             "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         }
@@ -206,6 +220,15 @@ class Log:
         for name, value in line.items():
             if isinstance(value, float):
                 self._board.add_scalar(name, value, line["step"])
+
+
+def _to_host(values: list[float | torch.Tensor]) -> list[float]:
+    """All numbers of a step at once: each transfer by itself would wait for the GPU."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if not tensors:
+        return [float(value) for value in values]
+    numbers = iter(torch.stack([tensor.detach().double() for tensor in tensors]).tolist())
+    return [next(numbers) if isinstance(value, torch.Tensor) else float(value) for value in values]
 
 
 def keep_lines(path: Path, last_step: int) -> None:

@@ -2,6 +2,8 @@
 
 import copy
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -191,6 +193,39 @@ def refresh(replicas: list[PreTrainedModel]) -> None:
     for replica in replicas[1:]:
         for target, weight in zip(replica.parameters(), source, strict=True):
             target.copy_(weight, non_blocking=True)
+
+
+@contextmanager
+def merged_adapters(model: nn.Module) -> Iterator[None]:
+    """Adds LoRA adapters to the weights they belong to, and afterwards puts those weights back bit for bit.
+
+    Unmerging would subtract what was added, and in bf16 a good part of the weights would not come back.
+
+    Args:
+        model: wrapped by peft, or not: then nothing happens.
+    """
+    if not hasattr(model, "peft_config"):
+        yield
+        return
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer) and not m.merged and not m.disable_adapters]
+    weights = [p for layer in layers for p in layer.get_base_layer().parameters(recurse=False)]
+    places, before = [p.data for p in weights], [p.detach().clone() for p in weights]
+    try:
+        for layer in layers:
+            layer.merge()
+        for weight, place in zip(weights, places, strict=True):
+            if weight.data_ptr() != place.data_ptr():  # some kinds of adapter make a new tensor
+                place.copy_(weight.data)
+                weight.data = place
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, place, value in zip(weights, places, before, strict=True):
+                weight.data = place.copy_(value)
+        for layer in layers:
+            layer.merged_adapters.clear()
 
 
 def warn_learning_rate(learning_rate: float, model: nn.Module) -> None:

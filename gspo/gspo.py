@@ -7,6 +7,7 @@ Dims:  P prompts, G completions per prompt, B = P*G, m sequences in one forward,
 """
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import set_seed
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
 from common import advantages, checkpoint, config, data, devices, distributed, logprobs, losses, metrics
-from common import models, optim, rewards, rollout
+from common import models, optim, profiling, rewards, rollout
 from common.config import require
 
 POLICY_GPU_IDS = (0,)  # the policy's GPU
@@ -43,10 +44,15 @@ class Config:
     group_size: int = 8  # G, completions per prompt; the group mean is the baseline
     num_minibatches: int = 4  # optimizer steps per pass over a rollout; at 1 the ratio is 1 and nothing clips
     gspo_epochs: int = 1  # passes over each rollout
-    micro_batch_size: int = 32  # sequences in one forward per GPU; only memory and speed depend on it
+    micro_batch_tokens: int = 8192  # prompt and completion tokens in one forward per GPU; for memory and speed only
     max_new_tokens: int = 128  # a completion is cut off here
+    min_new_tokens: int = 0  # no end token before
     truncated: str = "keep"  # completions cut off: "keep" trains on them, "mask" leaves them out of the loss
     temperature: float = 1.0  # of sampling, and of every log-probability
+    top_p: float = 1.0  # sample from the likeliest tokens with this probability; below 1 the ratios are biased
+    top_k: int = 0  # sample from this many of the likeliest tokens; 0: all; the ratios are biased
+    min_p: float = 0.0  # leave out tokens this many times less likely than the likeliest; the ratios are biased
+    rollout_batch: int = 0  # completions sampled at once per GPU, the others wait; 0: as many as memory holds
 
     learning_rate: float = 1e-4  # for the built-in policy; 5e-6 up to 0.5B parameters, 1e-6 at 7B
     warmup_steps: int = 5  # steps of linear warm-up, then constant
@@ -62,6 +68,7 @@ class Config:
     device: str = "auto"  # "cuda": the GPUs above; "cpu"; "auto": the GPUs above if there are any, else the CPU
     dtype: str = "auto"  # "bf16" and "fp16" with fp32 master weights, "fp32"; "auto": bf16 on GPUs, fp32 on the CPU
     gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time in the update
+    compile: bool = True  # torch.compile on GPUs: faster steps, some seconds in the first
     seed: int = 0  # of data order and sampling
 
     out_dir: str = "runs/gspo"  # checkpoints, metrics.jsonl, samples.jsonl, tensorboard/
@@ -72,6 +79,7 @@ class Config:
     eval_examples: int = 256  # rows of eval_data used
     sample_every: int = 10  # steps between entries in samples.jsonl; 0: never
     print_samples: bool = False  # show them on the console too
+    profile: int = 0  # steps to trace with the torch profiler, from the third on, into out_dir/profile/
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -79,7 +87,7 @@ class Config:
         return losses.CLIP_PRESETS.get(self.clip_preset, (self.epsilon_low, self.epsilon_high))
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "num_minibatches", "gspo_epochs", "micro_batch_size", "max_new_tokens",
+        for name in ("steps", "batch_size", "num_minibatches", "gspo_epochs", "micro_batch_tokens", "max_new_tokens",
                      "max_prompt_tokens", "save_every", "keep_checkpoints", "eval_examples"):  # fmt: skip
             require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)}", "must be at least 1", "raise it")
         require(self.group_size >= 2, f"group_size = {self.group_size}", "must be at least 2: a group of one has no "
@@ -127,6 +135,8 @@ def gspo_loss(policy, micro, cfg, num_sequences):
     """Share of the minibatch loss owed by one micro-batch; the shares add up exactly."""
     epsilon_low, epsilon_high = cfg.clip_range
     logps_mC, entropy_mC = policy(*micro.tokens)  # fp32, through the wrapper
+    if micro.old_logps is None:  # the first minibatch: no update since the rollout, so the ratio is 1
+        micro.old_logps = logps_mC.detach()
     ratio_m = losses.sequence_ratio(logps_mC, micro.old_logps, micro.completion_mask)  # Eq. 7
     surrogate_m = losses.clipped_surrogate(ratio_m, micro.advantages, epsilon_low, epsilon_high)
     trained_m = micro.completion_mask.any(1)
@@ -140,6 +150,8 @@ def gspo_loss(policy, micro, cfg, num_sequences):
     count = trained_m.sum().clamp(min=1)
     for name, values_mC in reported.items():
         stats[name] = losses.aggregate(values_mC, micro.completion_mask, "seq_mean", count)
+    mismatch_m = losses.masked_mean(micro.old_logps - micro.rollout_logps, micro.completion_mask).abs()
+    stats["rollout_mismatch"] = torch.where(trained_m, mismatch_m, 0.0).sum() / count
     stats["loss"] = loss.detach() * num_sequences / count
     return loss, stats
 
@@ -160,12 +172,12 @@ def score(examples_P, batch, tokenizer, reward_model, cfg):
 
 
 # [copy]
-def evaluate(replicas, examples, sampling, tokenizer, reward_model, cfg):
+def evaluate(sampler, examples, tokenizer, reward_model, cfg):
     """Mean reward of greedy completions, over the examples of all ranks."""
     total, count, size = 0.0, 0, cfg.batch_size * cfg.group_size
     with distributed.together("evaluate"):
         for part in [examples[i : i + size] for i in range(0, len(examples), size)]:
-            batch = rollout.generate(replicas, [e.prompt_ids for e in part], group_size=1, temperature=0, **sampling)
+            batch = sampler.generate([e.prompt_ids for e in part], group_size=1, temperature=0)
             _, rewards_E, _ = score(part, batch, tokenizer, reward_model, cfg)
             total, count = total + rewards_E.nansum().item(), count + int((~rewards_E.isnan()).sum())
     total, count = distributed.sum_over_ranks(total), distributed.sum_over_ranks(count)
@@ -180,10 +192,11 @@ def main(cfg: Config) -> None:
     set_seed(cfg.seed)
     tokenizer, model = models.load_policy(str(resumed or cfg.policy_model), home, cfg.dtype, cfg.gradient_checkpointing)
     models.warn_learning_rate(cfg.learning_rate, model)
-    policy = logprobs.LogProbs(model, cfg.temperature)
+    policy = logprobs.LogProbs(model, cfg.temperature, cfg.compile)
     reference, reward_model = None, None
     if cfg.kl_coef > 0:
-        reference = logprobs.LogProbs(models.load_frozen(cfg.policy_model, gpus.reference, cfg.dtype), cfg.temperature)
+        frozen = models.load_frozen(cfg.policy_model, gpus.reference, cfg.dtype)
+        reference = logprobs.LogProbs(frozen, cfg.temperature, cfg.compile)
     if cfg.reward_model:
         reward_model = rewards.RewardModel(cfg.reward_model, gpus.reward, models.pick_dtype(cfg.dtype, gpus.reward))
     optimizer = optim.AdamW(model, cfg.learning_rate, weight_decay=cfg.weight_decay)
@@ -193,8 +206,11 @@ def main(cfg: Config) -> None:
     eval_examples = []
     if cfg.eval_data and cfg.eval_every:
         eval_examples = data.load_examples(cfg.eval_data, tokenizer, split="test", **reading)[: cfg.eval_examples]
-    sampling = dict(max_new_tokens=cfg.max_new_tokens, end_ids=models.end_token_ids(tokenizer, model),
-                    pad_id=tokenizer.pad_token_id)  # fmt: skip
+    sampler = rollout.Sampler(
+        [model], end_ids=models.end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id,
+        max_new_tokens=cfg.max_new_tokens, min_new_tokens=cfg.min_new_tokens, top_p=cfg.top_p, top_k=cfg.top_k,
+        min_p=cfg.min_p, rollout_batch=cfg.rollout_batch, compile=cfg.compile,
+    )  # fmt: skip
     start, position = checkpoint.load(resumed, optimizer, cfg) if resumed else (0, 0)
     if start >= cfg.steps:
         print(f"{resumed} has all {cfg.steps} steps: raise steps to go on, or give another out_dir")
@@ -202,24 +218,27 @@ def main(cfg: Config) -> None:
     config.save(cfg, cfg.out_dir)
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
     if eval_examples and start == 0:
-        log.eval(0, eval_reward=evaluate([model], eval_examples, sampling, tokenizer, reward_model, cfg))
+        log.eval(0, eval_reward=evaluate(sampler, eval_examples, tokenizer, reward_model, cfg))
 
-    with checkpoint.stop_on_signal() as stop:
+    tracing = profiling.trace(cfg.out_dir, cfg.profile)
+    with checkpoint.stop_on_signal() as stop, ThreadPoolExecutor(1) as pool, tracing as profiled:
         for step in range(start + 1, cfg.steps + 1):
             # 1. rollout: B completions from the current policy
             examples_P = prompts.next()
             with log.time("rollout"):
-                batch = rollout.generate([model], [e.prompt_ids for e in examples_P], group_size=cfg.group_size,
-                                         temperature=cfg.temperature, seed=cfg.seed, step=step, **sampling)  # fmt: skip
+                batch = sampler.generate([e.prompt_ids for e in examples_P], group_size=cfg.group_size,
+                                         temperature=cfg.temperature, seed=cfg.seed, step=step)  # fmt: skip
 
-            # 2. score: log-probs before the first update; rewards stay rewards, advantages get their own name
-            minibatches = batch.minibatches(cfg.num_minibatches, cfg.micro_batch_size)
+            # 2. score: rewards, and meanwhile log-probs; rewards stay rewards, advantages get their own name
+            minibatches = batch.minibatches(cfg.num_minibatches, cfg.micro_batch_tokens, policy.packed)
             micros = list(chain(*minibatches))
-            with log.time("score"):
-                logprobs.fill(micros, "old_logps", policy, home)
+            scoring = pool.submit(score, examples_P, batch, tokenizer, reward_model, cfg)
+            with log.time("logprobs"):  # the first minibatch finds its old log-probs in its own forward pass
+                logprobs.fill(chain(*minibatches[1:]), "old_logps", policy, home)
                 if reference is not None:
                     logprobs.fill(micros, "ref_logps", reference, gpus.reference)
-                completions_B, rewards_B, by_function = score(examples_P, batch, tokenizer, reward_model, cfg)
+            with log.time("score"):
+                completions_B, rewards_B, by_function = scoring.result()
                 rewards_PG = rewards_B.view(-1, cfg.group_size)
                 advantages_B = advantages.group_advantages(rewards_PG, cfg.advantage_scale).flatten().to(home)  # Eq. 6
                 left_out_B = rewards_B.isnan() | (batch.truncated.cpu() & (cfg.truncated == "mask"))
@@ -240,18 +259,21 @@ def main(cfg: Config) -> None:
                         loss, stats = gspo_loss(policy, micro, cfg, num_sequences)
                         optimizer.scale(loss).backward()
                         log.add(micro.num_trained, **stats)
-                    with checkpoint.keep_batch(cfg.out_dir, step, minibatch):
-                        log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
+                    log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
+                with checkpoint.keep_batch(cfg.out_dir, step, micros):
+                    optimizer.check()  # a gradient that is not finite
 
             # 4. report and save
             log.end_step(step, learning_rate=optimizer.learning_rate)
             if cfg.sample_every and step % cfg.sample_every == 0:
                 log.samples(step, examples_P, completions_B, rewards_B.tolist(), cfg.print_samples)
             if eval_examples and (step % cfg.eval_every == 0 or step == cfg.steps):
-                log.eval(step, eval_reward=evaluate([model], eval_examples, sampling, tokenizer, reward_model, cfg))
+                log.eval(step, eval_reward=evaluate(sampler, eval_examples, tokenizer, reward_model, cfg))
             stopping = bool(stop)  # read once: a signal may come while the checkpoint is written
             if step % cfg.save_every == 0 or step == cfg.steps or stopping:
-                checkpoint.save(cfg.out_dir, step, model, tokenizer, optimizer, prompts.position, cfg)
+                with log.time_save(step):
+                    checkpoint.save(cfg.out_dir, step, model, tokenizer, optimizer, prompts.position, cfg)
+            profiled()
             if stopping:
                 break
     log.close()

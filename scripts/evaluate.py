@@ -47,16 +47,18 @@ def main(argv: list[str] | None = None) -> None:
     examples = examples[: args.examples or None]
     group_size = max(1, args.samples)
     lines, prompts_at_once = [], max(1, args.batch_size // group_size)
+    sampler = rollout.Sampler(
+        [model],
+        end_ids=models.end_token_ids(tokenizer, model),
+        pad_id=tokenizer.pad_token_id,
+        max_new_tokens=args.max_new_tokens,
+    )
     for i in range(0, len(examples), prompts_at_once):
         part = examples[i : i + prompts_at_once]
-        batch = rollout.generate(
-            [model],
+        batch = sampler.generate(
             [example.prompt_ids for example in part],
             group_size=group_size,
-            max_new_tokens=args.max_new_tokens,
             temperature=args.temperature if args.samples else 0,
-            end_ids=models.end_token_ids(tokenizer, model),
-            pad_id=tokenizer.pad_token_id,
             seed=args.seed,
             prompt_numbers=range(i, i + len(part)),
         )

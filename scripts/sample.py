@@ -53,18 +53,21 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer, model = models.load_policy(args.model, torch.device(args.device), args.dtype)
     if not tokenizer.chat_template and (args.chat or args.system_prompt):
         parser.error("--chat and --system_prompt need a chat template, and this tokenizer has none")
+    sampler = rollout.Sampler(
+        [model],
+        end_ids=models.end_token_ids(tokenizer, model),
+        pad_id=tokenizer.pad_token_id,
+        max_new_tokens=args.max_new_tokens,
+        compile=False,  # a few completions are sooner ready without
+    )
     opening = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
     history = list(opening)
     for turn, text in enumerate([args.prompt] if args.prompt else lines_from_terminal()):
         prompt = [*history, {"role": "user", "content": text}] if tokenizer.chat_template else text
-        batch = rollout.generate(
-            [model],
+        batch = sampler.generate(
             data.encode_prompts([prompt], "prompt", tokenizer, True, ""),
             group_size=args.samples,
-            max_new_tokens=args.max_new_tokens,
             temperature=args.temperature,
-            end_ids=models.end_token_ids(tokenizer, model),
-            pad_id=tokenizer.pad_token_id,
             seed=args.seed,
             step=turn,
         )

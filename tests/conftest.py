@@ -19,7 +19,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 WORDS = [
     "<pad>",
@@ -69,6 +77,27 @@ def build_model(family: str) -> torch.nn.Module:
         GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, eos_token_id=3, bos_token_id=None,
                    pad_token_id=0, initializer_range=0.2)
     )  # fmt: skip
+
+
+TINY = {  # kinds of models whose attention is plain
+    "llama": {}, "qwen2": {}, "qwen3": dict(head_dim=16), "mistral": dict(sliding_window=None),
+    "gemma": dict(head_dim=8), "phi": {}, "gpt2": {},
+}  # fmt: skip
+
+
+@torch.no_grad()
+def tiny_model(kind: str, **options) -> torch.nn.Module:
+    """A causal language model of any kind that transformers has, in eval mode; biases and norms are not trivial."""
+    torch.manual_seed(0)
+    small = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.3, pad_token_id=0,
+                 bos_token_id=1, eos_token_id=3)  # fmt: skip
+    config = AutoConfig.for_model(kind, **{**small, **TINY.get(kind, {}), **options})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for p in model.parameters():
+        if p.ndim == 1:
+            p += 0.1 * torch.randn(p.shape)
+    return model
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,139 @@
+"""Drawing tokens: which distribution, which random numbers, and the log-probability of what was drawn.
+
+Dims: b sequences, V vocabulary, C new tokens.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional as F
+
+BLOCK = 128  # tokens whose probabilities are summed first; a draw looks into one block only
+LOWEST = -1e30  # stands for minus infinity where that would give inf - inf
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """The distribution tokens are drawn from; by default the plain softmax at `temperature` over the whole vocabulary.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the most likely token.
+        top_p: only the most likely tokens that together have this probability.
+        top_k: only this many of the most likely tokens; 0: all.
+        min_p: only tokens at least this fraction as likely as the most likely one.
+        min_new_tokens: no end token before this many tokens.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    min_new_tokens: int = 0
+
+    def __post_init__(self):
+        rules = {"temperature": (self.temperature >= 0, "0 or more"), "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+                 "top_k": (self.top_k >= 0, "0 or more"), "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
+                 "min_new_tokens": (self.min_new_tokens >= 0, "0 or more")}  # fmt: skip
+        for name, (kept, rule) in rules.items():
+            if not kept:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be {rule}")
+
+
+def distribution(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    count: torch.Tensor | int,
+    end_ids: torch.Tensor,
+    suppressed_ids: torch.Tensor,
+) -> torch.Tensor:
+    """Logits of the distribution drawn from: minus infinity where a token cannot be drawn.
+
+    Args:
+        logits: [b, V] fp32.
+        sampling: the distribution.
+        count: [b] int64 or one number, new tokens so far.
+        end_ids: int64, tokens that end a completion.
+        suppressed_ids: int64, tokens that are never drawn; may be empty.
+
+    Returns:
+        [b, V] fp32, divided by the temperature.
+    """
+    if len(suppressed_ids):
+        logits = logits.index_fill(-1, suppressed_ids, -torch.inf)
+    if sampling.min_new_tokens:
+        is_end = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device).index_fill(0, end_ids, True)
+        early = torch.as_tensor(count, device=logits.device) < sampling.min_new_tokens
+        logits = logits.masked_fill(early.view(-1, 1) & is_end, -torch.inf)
+    if sampling.temperature == 0:
+        return logits
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -torch.inf)
+    if sampling.top_p < 1:
+        ordered = logits.sort(descending=True).values
+        probabilities = ordered.softmax(-1)
+        kept = probabilities.cumsum(-1) - probabilities < sampling.top_p  # the token that crosses the line is kept
+        logits = logits.masked_fill(logits < ordered.masked_fill(~kept, torch.inf).amin(-1, keepdim=True), -torch.inf)
+    if sampling.min_p > 0:
+        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(sampling.min_p), -torch.inf)
+    return logits
+
+
+def draw(logits: torch.Tensor, uniforms: torch.Tensor, greedy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws one token per row by inverting the cumulative distribution, and returns its log-probability.
+
+    One random number decides. First the block of `BLOCK` tokens is found, then the token in it. Sums over blocks are
+    fp64: in fp32 the sum over 150,000 tokens would lose the rare ones.
+
+    Args:
+        logits: [b, V] fp32, minus infinity for tokens that cannot be drawn.
+        uniforms: [b] fp64, random numbers in [0, 1).
+        greedy: take the most likely token instead.
+
+    Returns:
+        Tokens [b] int64, and their log-probabilities [b] fp32 under the softmax of `logits`.
+    """
+    blocks = F.pad(logits, (0, -logits.shape[-1] % BLOCK), value=-torch.inf).view(len(logits), -1, BLOCK)
+    # each block against its own maximum, so that the vocabulary is read only once; one without any token sums to 0
+    tops = blocks.amax(-1)
+    sums = (blocks - tops.clamp(min=LOWEST)[..., None]).exp().sum(-1)
+    top = tops.amax(-1, keepdim=True)
+    ends = (sums.double() * (tops - top).double().exp()).cumsum(-1)  # cumulative distribution at the end of each block
+    if greedy:
+        tokens = logits.argmax(-1, keepdim=True)
+    else:
+        threshold = uniforms[:, None] * ends[:, -1:]
+        block = torch.searchsorted(ends, threshold, right=True).clamp(max=ends.shape[-1] - 1)
+        inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK)).squeeze(1)
+        inside = (inside - top).double().exp().cumsum(-1)
+        before = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), 0.0)
+        # two orders of summing differ in the last bits: the last token of the block must not be passed
+        threshold = torch.minimum(threshold - before, inside[:, -1:] * (1 - 2.0**-50))
+        tokens = block * BLOCK + torch.searchsorted(inside, threshold, right=True)
+    logps = logits.gather(-1, tokens) - top - ends[:, -1:].log().float()
+    return tokens.squeeze(-1), logps.squeeze(-1)
+
+
+def uniforms(seed: int, step: int, prompt_numbers: Sequence[int], group_size: int, length: int) -> torch.Tensor:
+    """Random numbers for every token of a rollout, one stream per prompt.
+
+    They are drawn on the CPU, so that every machine gets the same, and belong to a token's place, not to the order of
+    computation.
+
+    Args:
+        seed: of the run.
+        step: of the run.
+        prompt_numbers: place of each prompt in the whole step's batch.
+        group_size: completions per prompt.
+        length: tokens per completion, at most.
+
+    Returns:
+        [P * group_size, length] fp64, in [0, 1).
+    """
+    streams = []
+    for number in prompt_numbers:
+        generator = torch.Generator().manual_seed(((seed * 1_000_003 + step) * 1_000_003 + number) % 2**63)
+        streams.append(torch.rand(group_size, length, generator=generator, dtype=torch.float64))
+    return torch.cat(streams)

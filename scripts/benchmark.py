@@ -1,0 +1,539 @@
+"""Speed of the training step as users run it: gspo/gspo.py on random weights of a known shape, on any card or the CPU.
+
+Run:   python scripts/benchmark.py --setting decode update --out speed.json
+       python scripts/benchmark.py --setting qwen0.5b-8x8 --new_tokens 512 -- --compile false   after "--": for gspo.py
+       python scripts/benchmark.py --setting cpu-smollm2 --baseline generate     beside transformers' model.generate
+       python scripts/benchmark.py --setting qwen0.5b-8x8 --peer trl             beside TRL's GRPOTrainer, if installed
+
+A cycle is one step of gspo.py: rollout, scores, num_minibatches optimizer steps. Times are medians over the cycles
+after --warmup. When the last one is reported the process is ended, so that no checkpoint is written.
+  cycle, rollout, score, logprobs, update   seconds of metrics.jsonl: the sum of the phases, and the phases
+  wall          seconds from line to line of that file, whatever happens between the phases; read every 20 ms
+  decode/s      completion tokens / seconds of the rollout, the forward pass of the prompts included
+  tokens/s      completion tokens / seconds of the cycle
+  roofline      decode/s as a share of sequences * bandwidth / bytes. To give every sequence a token one must read
+                bytes = all weights once (a tied embedding: as the head) + keys and values of all live tokens, those
+                of a prompt once per group; in the dtype of the model, mean over the steps, so fixed lengths only
+  MFU           FLOPs / seconds of the update / peak FLOP/s, that of the card in bf16. A forward and backward pass over
+                T = prompt + completion tokens takes 6 * (parameters without embedding and head) * all tokens
+                + 6 * head parameters * completion tokens + 6 * layers * heads * head_dim * (sum of T^2 over the
+                sequences); what is computed a second time does not count
+  length, GiB   mean tokens of a completion; peak memory allocated by tensors, after --warmup
+  first, start  seconds of the first step (compiles, captures), and of the process before it
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import multiprocessing
+import operator
+import os
+import platform
+import random
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from common import config, data, devices, models
+from common.config import require
+
+SPECIALS = ["<pad>", "<unk>", "<end>"]  # the last three ids; the others are the words w0, w1, ...
+SHAPES = {  # model type, vocabulary, hidden, intermediate, layers, heads, key-value heads, positions
+    "qwen0.5b": ("qwen2", 151936, 896, 4864, 24, 14, 2, 32768),
+    "qwen1.5b": ("qwen2", 151936, 1536, 8960, 28, 12, 2, 32768),
+    "smollm2": ("llama", 49152, 576, 1536, 30, 9, 3, 8192),
+    "tiny": ("qwen2", 512, 128, 256, 2, 4, 2, 4096),
+}
+CARDS = {  # name as torch gives it: bytes per second, and dense bf16 FLOP/s, of the data sheet
+    "NVIDIA H100 80GB HBM3": (3.35e12, 989e12),
+    "NVIDIA H200": (4.8e12, 989e12),
+    "NVIDIA A100-SXM4-80GB": (2.04e12, 312e12),
+    "NVIDIA A100-SXM4-40GB": (1.555e12, 312e12),
+    "NVIDIA A100-PCIE-40GB": (1.555e12, 312e12),
+    "NVIDIA L40S": (0.864e12, 362e12),
+    "NVIDIA GeForce RTX 4090": (1.008e12, 165e12),
+    "NVIDIA A10G": (0.6e12, 70e12),
+}
+PEERS = {"trl": [], "trl_bf16": ["--bf16_weights"]}  # options of scripts/benchmark_trl.py
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is measured; every field is an option."""
+
+    model: str = "qwen0.5b"  # qwen0.5b, qwen1.5b, smollm2, tiny: random weights of that shape; toy: the built-in policy
+    batch_size: int = 8  # prompts per cycle
+    group_size: int = 8  # completions per prompt
+    prompt_tokens: int = 128  # tokens of every prompt
+    new_tokens: int = 256  # tokens of every completion; geometric: their mean; natural: at most
+    lengths: str = "fixed"  # or "geometric": any token ends a completion with the same probability; "natural" with toy
+    shortest: int = 8  # of geometric lengths
+    longest: int = 1024  # of geometric lengths
+    num_minibatches: int = 4  # optimizer steps per cycle
+    kl_coef: float = 0.001  # above 0: with a reference model
+    device: str = "auto"  # cuda, cpu, or auto
+    dtype: str = "auto"  # bf16, fp16, fp32, or auto: bf16 on a GPU
+    peer_sequences: int = 0  # sequences in one forward of the peer; 0: all of an optimizer step
+
+    def __post_init__(self):
+        known, allowed = (*SHAPES, "toy"), ("natural",) if self.model == "toy" else ("fixed", "geometric")
+        require(self.model in known, f"model = {self.model!r}", f"must be one of {known}", "choose one of these")
+        require(self.lengths in allowed, f"model = {self.model!r}, lengths = {self.lengths!r}",
+                f"must be one of {allowed} for this model", "choose one of these")  # fmt: skip
+        require(self.lengths != "geometric" or self.shortest < self.new_tokens < self.longest,
+                f"new_tokens = {self.new_tokens}", f"is the mean of lengths from {self.shortest} to {self.longest}",
+                "choose one between")  # fmt: skip
+
+
+SETTINGS = {
+    "qwen0.5b-8x8": Setting(),
+    "qwen0.5b-32x8": Setting(batch_size=32),
+    "smollm2-8x8": Setting("smollm2"),
+    "decode": Setting(batch_size=32, prompt_tokens=256, num_minibatches=1, kl_coef=0.0, peer_sequences=32),
+    "update": Setting("qwen1.5b", batch_size=32, kl_coef=0.0, peer_sequences=16),
+    "mixed-lengths": Setting(lengths="geometric"),
+    "cpu-toy": Setting("toy", 16, new_tokens=128, lengths="natural", kl_coef=0.0, device="cpu"),
+    "cpu-smollm2": Setting("smollm2", 1, 8, 32, 32, num_minibatches=2, kl_coef=0.0, device="cpu"),
+    "tiny": Setting("tiny", 2, 4, 8, 8, num_minibatches=2),
+}
+
+
+# ---- models and prompts ----
+
+
+def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of so many tokens, without chat template, for which one word, such as "w17", is one token."""
+    words = [f"w{i}" for i in range(vocabulary - len(SPECIALS))] + SPECIALS
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = dict(zip(("pad_token", "unk_token", "eos_token"), SPECIALS, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **names)
+
+
+def config_of(name: str) -> PreTrainedConfig:
+    """The transformers config of a name of SHAPES."""
+    family, vocabulary, hidden, intermediate, layers, heads, kv_heads, positions = SHAPES[name]
+    return AutoConfig.for_model(
+        family, vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=positions,
+        tie_word_embeddings=True, bos_token_id=None, pad_token_id=vocabulary - 3, eos_token_id=vocabulary - 1,
+    )  # fmt: skip
+
+
+def make_model(name: str, num_ends: int, work_dir: Path) -> Path:
+    """A folder with seeded random weights and a tokenizer, made once.
+
+    Args:
+        name: of SHAPES.
+        num_ends: end tokens. Logits of random weights are nearly uniform, so that any token ends a completion with
+            probability num_ends / vocabulary.
+        work_dir: where such folders are kept.
+    """
+    cfg = config_of(name)
+    recipe = repr((SHAPES[name], num_ends, transformers.__version__))
+    folder = work_dir / "models" / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}"
+    if folder.is_dir():
+        return folder
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(cfg, dtype=torch.bfloat16)
+    others = random.Random(0).sample(range(cfg.vocab_size - len(SPECIALS)), num_ends - 1)
+    model.generation_config.eos_token_id = [*sorted(others), cfg.eos_token_id]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
+        for part in (model, make_tokenizer(cfg.vocab_size)):
+            part.save_pretrained(Path(unfinished) / folder.name)
+        os.replace(Path(unfinished) / folder.name, folder)
+    return folder
+
+
+def write_prompts(path: Path, rows: int, prompt_tokens: int, vocabulary: int) -> None:
+    """Writes prompts of random words, with an answer that no completion can give."""
+    rng = random.Random(0)
+    with open(path, "w", encoding="utf-8") as file:
+        for _ in range(rows):
+            words = rng.choices(range(vocabulary - len(SPECIALS)), k=prompt_tokens)
+            file.write(json.dumps({"prompt": " ".join(f"w{word}" for word in words), "answer": "-1"}) + "\n")
+
+
+# ---- formulas ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What the formulas need to know of a model."""
+
+    layers: int
+    attention_width: int  # heads * head_dim
+    kv_width: int  # key-value heads * head_dim
+    body: int  # parameters without embedding and head
+    head: int  # parameters of the head, which may be those of the embedding
+
+
+def shape_of(name: str) -> Shape:
+    """The shape of a transformers folder, or of "toy", from its config alone."""
+    cfg = AutoConfig.from_pretrained(models.find(name))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(cfg)
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    apart = {id(weight): weight.numel() for weight in (head, embedding)}  # one entry if they are tied
+    head_dim = getattr(cfg, "head_dim", None) or cfg.hidden_size // cfg.num_attention_heads
+    return Shape(cfg.num_hidden_layers, cfg.num_attention_heads * head_dim, cfg.num_key_value_heads * head_dim,
+                 model.num_parameters() - sum(apart.values()), head.numel())  # fmt: skip
+
+
+def decode_bytes(
+    shape: Shape, batch_size: int, group_size: int, prompt_tokens: int, new_tokens: int, itemsize: int
+) -> float:
+    """Bytes that must be read to give every sequence one more token, mean over the tokens of a completion.
+
+    Every weight is read once; a tied embedding counts once, as the head, an untied one not at all. Token t of a
+    completion, t = 0 .. new_tokens - 1, attends to the prompt, whose keys and values its group shares, and to t tokens
+    of its own, in the mean (new_tokens - 1) / 2. Each has a key and a value in every layer.
+
+    Args:
+        shape: of the model.
+        batch_size: prompts.
+        group_size: completions per prompt.
+        prompt_tokens: per prompt.
+        new_tokens: per completion, the same for all.
+        itemsize: bytes of one weight, and of one number of a key or value.
+    """
+    tokens = batch_size * (prompt_tokens + group_size * (new_tokens - 1) / 2)
+    return itemsize * (shape.body + shape.head + tokens * 2 * shape.layers * shape.kv_width)
+
+
+def update_flops(shape: Shape, sequences: int, prompt_tokens: float, new_tokens: float, variance: float = 0.0) -> float:
+    """Floating-point operations of a forward and backward pass over a rollout; recomputation does not count.
+
+    A weight costs each token 2 operations forward, and backward 2 for each of two gradients: 6. The head sees
+    completion tokens only. In attention, Q K^T and P V take 2 T^2 d each per layer (d = heads * head_dim); the causal
+    half of both is 2 T^2 d forward, and 6 T^2 d with the backward pass.
+
+    Args:
+        shape: of the model.
+        sequences: completions.
+        prompt_tokens: per sequence.
+        new_tokens: per sequence, mean.
+        variance: of new_tokens between the sequences.
+    """
+    weights = shape.body * (prompt_tokens + new_tokens) + shape.head * new_tokens
+    squares = (prompt_tokens + new_tokens) ** 2 + variance
+    return 6 * sequences * (weights + shape.layers * shape.attention_width * squares)
+
+
+def summarise(
+    lines: list[dict], setting: Setting, cfg: dict, shape: Shape, bandwidth: float | None, peak: float | None
+) -> dict[str, Any]:
+    """The numbers of a run; None where one cannot be known.
+
+    Args:
+        lines: of metrics.jsonl, one per counted step.
+        setting: what was measured.
+        cfg: configuration of the run, as gspo.py saved it.
+        shape: of the model.
+        bandwidth: of the memory, bytes per second, if known.
+        peak: FLOP/s of the card, if known.
+    """
+    sequences = cfg["batch_size"] * cfg["group_size"]
+    tokens = [sequences * line["completion_length"] for line in lines]
+    numbers = {name: statistics.median(line[name] for line in lines) for name in lines[0] if name.startswith("seconds")}
+    length = numbers["completion_length"] = statistics.mean(tokens) / sequences
+    for name, seconds in (("decode_tokens_per_second", "seconds_rollout"), ("tokens_per_second", "seconds")):
+        numbers[name] = statistics.median(n / line[seconds] for n, line in zip(tokens, lines, strict=True))
+    numbers["memory_gib"] = max((gib for line in lines for gib in line["memory_gib"]), default=None)
+    numbers |= dict.fromkeys(("roofline_tokens_per_second", "roofline_share", "update_flops", "mfu"))
+    if bandwidth and setting.lengths == "fixed":
+        itemsize = models.pick_dtype(cfg["dtype"], pick_device(cfg["device"])).itemsize
+        sizes = cfg["batch_size"], cfg["group_size"], setting.prompt_tokens, setting.new_tokens
+        numbers["roofline_tokens_per_second"] = sequences * bandwidth / decode_bytes(shape, *sizes, itemsize)
+        numbers["roofline_share"] = numbers["decode_tokens_per_second"] / numbers["roofline_tokens_per_second"]
+    if setting.lengths != "natural":
+        variance = (length - setting.shortest) ** 2 if setting.lengths == "geometric" else 0.0
+        flops = update_flops(shape, sequences, setting.prompt_tokens, length, variance) * cfg["gspo_epochs"]
+        numbers["update_flops"], numbers["mfu"] = flops, flops / numbers["seconds_update"] / peak if peak else None
+    return numbers
+
+
+# ---- running ----
+
+
+def pick_device(device: str) -> torch.device:
+    """The device that gspo.py takes."""
+    return torch.device("cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def run(command: list[str], folder: Path, wanted: Callable[[], bool], timeout: float, **environment: str) -> None:
+    """Runs a command, its output in folder/log.txt, and ends it once `wanted()`, asked every 20 ms, is true.
+
+    Raises:
+        RuntimeError: the command ended, or the time was up, before; the message has the last lines it printed.
+    """
+    end, log = time.monotonic() + timeout, folder / "log.txt"
+    with open(log, "wb") as file:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                                   env={**os.environ, **environment}, start_new_session=True)  # fmt: skip
+    try:
+        while process.poll() is None and not wanted() and time.monotonic() < end:
+            time.sleep(0.02)
+        how = f"no result after {timeout:g} s" if process.returncode is None else f"exit code {process.returncode}"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and what it started
+        process.wait()
+    if not wanted():
+        last = log.read_text(errors="replace").replace("\r", "\n").rstrip().split("\n")[-20:]
+        raise RuntimeError("\n".join([shlex.join(command), *last, f"({how}; all of it: {log})"]))
+
+
+def read_steps(out_dir: Path) -> list[dict]:
+    """The lines of training steps that a run has written so far."""
+    path = out_dir / "metrics.jsonl"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [line for line in lines if "reward" in line]  # those of evaluations have none
+
+
+def measure(name: str, setting: Setting, args: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
+    """Measures a setting, and what is to be compared with it, whose failure leaves an entry {"error": text}."""
+    (Path(args.work_dir) / "runs").mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=Path(args.work_dir) / "runs"))
+    shortest, longest = {"fixed": (setting.new_tokens,) * 2, "geometric": (setting.shortest, setting.longest),
+                         "natural": (0, setting.new_tokens)}[setting.lengths]  # fmt: skip
+    policy, prompts = "toy", "toy"
+    if setting.lengths != "natural":
+        vocabulary = SHAPES[setting.model][1]
+        num_ends = round(vocabulary / (setting.new_tokens - shortest)) if setting.lengths == "geometric" else 1
+        policy, prompts = str(make_model(setting.model, num_ends, Path(args.work_dir))), str(folder / "prompts.jsonl")
+        write_prompts(Path(prompts), setting.batch_size * (args.steps + 1), setting.prompt_tokens, vocabulary)
+    options = dict(
+        policy_model=policy, train_data=prompts, eval_data="", out_dir=folder / "run", resume="none",
+        steps=args.steps + 1, save_every=args.steps + 1, eval_every=0, sample_every=0,  # ended before it would save
+        batch_size=setting.batch_size, group_size=setting.group_size, num_minibatches=setting.num_minibatches,
+        max_prompt_tokens=max(512, setting.prompt_tokens), max_new_tokens=longest, min_new_tokens=shortest,
+        kl_coef=setting.kl_coef, learning_rate=1e-6, device=setting.device, dtype=setting.dtype,
+    )  # fmt: skip
+    twice = [text for text in extra if text.lstrip("-").partition("=")[0].replace("-", "_") in options]
+    require(not twice, f"{' '.join(twice)} after --", "benchmark.py sets it", "use the options before --")
+    command = [sys.executable, str(Path(args.script).resolve()), *as_options(options), *extra]
+    arrivals: list[float] = []
+
+    def done() -> bool:
+        arrivals.extend([time.monotonic()] * (len(read_steps(folder / "run")) - len(arrivals)))
+        return len(arrivals) >= args.steps
+
+    began = time.monotonic()
+    run(command, folder, done, args.timeout)
+    lines, cfg = read_steps(folder / "run")[: args.steps], json.loads((folder / "run" / "config.json").read_text())
+    shape, (bandwidth, peak) = shape_of(policy), CARDS.get(card(setting.device), (None, None))
+    numbers = summarise(lines[args.warmup :], setting, cfg, shape, args.bandwidth or bandwidth, args.flops or peak)
+    ends = arrivals[args.warmup - 1 : args.steps]
+    numbers["seconds_wall"] = statistics.median(map(operator.sub, ends[1:], ends))
+    numbers["seconds_first_step"] = lines[0]["seconds"]
+    numbers["seconds_start"] = arrivals[0] - began - lines[0]["seconds"]
+    result = {"command": shlex.join(command), "config": cfg, "shape": vars(shape), "numbers": numbers, "lines": lines}
+    if args.baseline:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # the memory it takes ends with it
+            result["generate"] = attempt(pool.submit(time_generate, cfg, prompts, shortest).result)
+    for peer in args.peer:
+        result[peer] = attempt(run_peer, peer, setting, cfg, shortest, args, folder)
+    return result
+
+
+def time_generate(cfg: dict, prompts: str, min_new_tokens: int) -> dict[str, float]:
+    """Completion tokens per second of transformers' model.generate on one batch, sampling as gspo.py does."""
+    device = pick_device(cfg["device"])
+    tokenizer, model = models.load_policy(cfg["policy_model"], device, cfg["dtype"])
+    examples = data.load_examples(prompts, tokenizer, cfg["max_prompt_tokens"])[: cfg["batch_size"]]
+    padded = tokenizer.pad({"input_ids": [example.prompt_ids for example in examples]}, return_tensors="pt").to(device)
+    inputs = {name: padded[name].repeat_interleave(cfg["group_size"], 0) for name in ("input_ids", "attention_mask")}
+    ends, speeds = models.end_token_ids(tokenizer, model), []
+    for _ in range(3):
+        devices.synchronize([device])
+        began = time.perf_counter()
+        ids = model.eval().generate(
+            **inputs, do_sample=True, temperature=cfg["temperature"], top_k=0, top_p=1.0, eos_token_id=ends,
+            pad_token_id=tokenizer.pad_token_id, min_new_tokens=min_new_tokens, max_new_tokens=cfg["max_new_tokens"],
+        )  # fmt: skip
+        devices.synchronize([device])
+        seconds = time.perf_counter() - began
+        is_end = torch.isin(ids[:, inputs["input_ids"].shape[1] :], torch.tensor(ends, device=device)).long()
+        speeds.append(int((is_end.cumsum(1) - is_end == 0).sum()) / seconds)  # up to and with the first end
+    return {"tokens_per_second": statistics.median(speeds[1:]), "first_tokens_per_second": speeds[0]}
+
+
+def run_peer(
+    peer: str, setting: Setting, cfg: dict, min_new_tokens: int, args: argparse.Namespace, folder: Path
+) -> dict[str, Any]:
+    """Medians of scripts/benchmark_trl.py on the model, the prompts, the numbers and the cycles of a run."""
+    names = ("policy_model", "train_data", "batch_size", "group_size", "num_minibatches", "max_new_tokens", "kl_coef",
+             "device", "dtype")  # fmt: skip
+    out = folder / f"{peer}.json"
+    options = {name: cfg[name] for name in names} | dict(min_new_tokens=min_new_tokens, cycles=args.steps, out=out)
+    options |= {"sequences": setting.peer_sequences, "arguments": args.peer_arguments}
+    command = [sys.executable, str(ROOT / "scripts" / "benchmark_trl.py"), *as_options(options), *PEERS[peer]]
+    (folder / peer).mkdir()
+    one_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # TRL refuses to see several
+    run(command, folder / peer, out.exists, args.timeout, CUDA_VISIBLE_DEVICES=one_gpu)
+    measured = json.loads(out.read_text())
+    for name in ("seconds", "seconds_rollout", "completion_length"):
+        measured[name] = statistics.median(measured[name][args.warmup :])
+    return {"command": shlex.join(command), **measured}
+
+
+def attempt(function: Callable[..., dict], *arguments: Any) -> dict[str, Any]:
+    """What the function returns; after an error, which is printed, {"error": text}."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        traceback.print_exception(error)
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+# ---- command line and report ----
+
+
+def as_options(values: dict[str, Any]) -> list[str]:
+    """{"steps": 3} as ["--steps", "3"]."""
+    return [text for name, value in values.items() for text in (f"--{name}", str(value))]
+
+
+def card(device: str = "auto") -> str:
+    """Name of the GPU, or "CPU" with that of the processor."""
+    if pick_device(device).type == "cuda":
+        return torch.cuda.get_device_name(0)
+    about = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.partition(":")[2].strip() for line in about.splitlines() if line.startswith("model name")]
+    return f"CPU, {names[0] if names else platform.machine()}"
+
+
+def machine() -> dict[str, Any]:
+    """Card, versions and commit: a measurement without them cannot be compared."""
+    git = {"commit": ["rev-parse", "HEAD"], "changes": ["status", "--porcelain"]}
+    for name, arguments in git.items():
+        command = ["git", "-C", str(ROOT), *arguments] if shutil.which("git") else ["false"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        git[name] = done.stdout.strip() if done.returncode == 0 else None  # there may be no repository
+    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    return {
+        "card": card(), "gpu_memory_gib": round(gpu.total_memory / devices.GIB, 1) if gpu else None,
+        "cpus": len(os.sched_getaffinity(0)), "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+        "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
+        "commit": git["commit"], "dirty": None if git["changes"] is None else bool(git["changes"]),
+    }  # fmt: skip
+
+
+def shown(value: float | None, form: str = ".3g") -> str:
+    """A number as text, "-" where there is none."""
+    return "-" if value is None else format(value, form)
+
+
+def report(results: list[dict]) -> str:
+    """The numbers, and below them the comparisons, as Markdown tables."""
+    phases = {phase: f"seconds_{phase}" for phase in ("wall", "rollout", "score", "logprobs", "update")}
+    columns = {"cycle": "seconds", **phases, "decode/s": "decode_tokens_per_second", "roofline": "roofline_share",
+               "tokens/s": "tokens_per_second", "MFU": "mfu", "length": "completion_length", "GiB": "memory_gib",
+               "first": "seconds_first_step", "start": "seconds_start"}  # fmt: skip
+    forms = {"decode/s": ",.0f", "tokens/s": ",.0f", "roofline": ".1%", "MFU": ".1%"}
+    rows = [["setting", *columns]]
+    compared = [["setting", "beside", "cycle", "rollout", "decode/s", "length", "GiB", "gspo.py is faster"]]
+    for result in results:
+        ours = result.get("numbers", {})
+        values = [shown(ours.get(key), forms.get(title, ".3g")) for title, key in columns.items()]
+        rows.append([result["name"], *(["failed", *values[1:]] if "error" in result else values)])
+        for other in (name for name in ("generate", *PEERS) if name in result):
+            their = result[other]
+            times = "failed"
+            if "error" not in their:
+                per_cycle, per_second = their.get("seconds"), their.get("tokens_per_second")
+                ratio = per_cycle / ours["seconds_wall"] if per_cycle else ours[columns["decode/s"]] / per_second
+                times = f"{ratio:.2f} x" + (" (cycle, wall)" if per_cycle else " (decode/s)")
+            values = [shown(their.get(key)) for key in ("seconds", "seconds_rollout")]
+            values += [shown(their.get("tokens_per_second"), ",.0f")]
+            values += [shown(their.get(key)) for key in ("completion_length", "memory_gib")]
+            compared.append([result["name"], other, *values, times])
+    tables = [[table[0], ["---"] * len(table[0]), *table[1:]] for table in (rows, compared) if len(table) > 1]
+    return "\n\n".join("\n".join(f"| {' | '.join(row)} |" for row in table) for table in tables)
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Setting], list[str]]:
+    """The command line: options, settings by name, and what follows "--"."""
+    own, extra = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    add = parser.add_argument
+    add("--setting", nargs="+", default=["qwen0.5b-8x8"], choices=SETTINGS, metavar="NAME",
+        help=f"what to measure, one after the other: {', '.join(SETTINGS)} (default: qwen0.5b-8x8)")  # fmt: skip
+    add("--steps", type=int, default=6, help="cycles, those of --warmup included (default: %(default)s)")
+    add("--warmup", type=int, default=2, help="cycles left out, from the first (default: %(default)s)")
+    add("--out", default="", help="JSON file for everything measured; written anew after each setting")
+    add("--baseline", choices=["generate"], help="also time transformers' model.generate")
+    add("--peer", nargs="+", default=[], choices=PEERS, help="also time TRL's GRPOTrainer: trl keeps fp32 weights "
+        "under bf16 autocast, its default; trl_bf16 has weights and optimizer states in bf16")  # fmt: skip
+    add("--peer_arguments", default="{}", help="JSON of GRPOConfig fields that win over those of benchmark_trl.py")
+    add("--bandwidth", type=float, help="of the memory, bytes per second; for a card that is not in the script")
+    add("--flops", type=float, help="peak FLOP/s in the dtype used; likewise")
+    add("--script", default=str(ROOT / "gspo" / "gspo.py"), help="script to measure (default: gspo/gspo.py)")
+    add("--work_dir", default=str(Path(tempfile.gettempdir()) / "rl_hand_benchmark"),
+        help="keeps models, which are made once, and what the runs print (default: %(default)s)")  # fmt: skip
+    add("--timeout", type=float, default=3600, help="seconds for each process (default: %(default)s)")
+    group = parser.add_argument_group("in place of what the settings say")
+    for name, text in config.comments(Setting).items():
+        group.add_argument(f"--{name}", type=type(getattr(Setting, name)), help=text)
+    args = parser.parse_args(own)
+    given = {name: getattr(args, name) for name in vars(Setting()) if getattr(args, name) is not None}
+    try:
+        require(1 <= args.warmup < args.steps, f"warmup = {args.warmup}, steps = {args.steps}",
+                "at least one cycle is left out and one is counted", "raise steps")  # fmt: skip
+        missing = args.peer and importlib.util.find_spec("trl") is None
+        require(not missing, f"peer = {args.peer}", "needs the package trl", "pip install trl, or leave out --peer")
+        settings = {name: dataclasses.replace(SETTINGS[name], **given) for name in args.setting}
+        toys = [name for name, setting in settings.items() if args.peer and setting.model == "toy"]
+        require(
+            not toys, f"peer = {args.peer}", f"is not run on the built-in policy of {toys}", "leave one of them out"
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    return args, settings, extra
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measures every setting and prints the tables; returns 1 if anything failed."""
+    argv = sys.argv[1:] if argv is None else argv
+    args, settings, extra = parse(argv)
+    command, results = shlex.join(["python", "scripts/benchmark.py", *argv]), []
+    written = {"command": command, "machine": machine(), "settings": results}
+    for name, setting in settings.items():
+        print(f"{name}: {args.steps} cycles", flush=True)
+        results.append({"name": name, "setting": vars(setting), **attempt(measure, name, setting, args, extra)})
+        if args.out:
+            Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+            Path(args.out).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    about = ", ".join(f"{name} {value}" for name, value in written["machine"].items() if value is not None)
+    print(f"\n{report(results)}\n\n{about}\n{command}")
+    parts = [part for result in results for part in (result, *result.values()) if isinstance(part, dict)]
+    return int(any("error" in part for part in parts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,599 @@
+"""Tests of common/engine.py and common/cache.py: what is computed, in which batches, and what stays for the next call.
+
+What happens on a GPU in half precision is tried on the CPU too: a plain attention stands for the kernel, and a graph
+is an object that takes the captured step again, after a look at the memory it would read.
+"""
+
+import copy
+import itertools
+import math
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import TINY, tiny_model
+
+from common import attention, cache, engine
+from common.attention import Packed
+from common.cache import FlashCache, SdpaCache, Space
+from common.engine import Engine
+from common.rollout import Sampler
+from common.sampling import Sampling
+
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15, 16, 17], [20], [1, 2, 3], [7], [9, 9, 4, 4, 4], [8, 7]]
+ENDS = [3, 40, 41, 42, 43]  # rows end at many different times
+OPTIONS = dict(end_ids=ENDS, pad_id=0, max_new_tokens=14)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    torch.set_num_threads(1)
+    return {kind: tiny_model(kind) for kind in TINY}
+
+
+@pytest.fixture(scope="module")
+def expected(tiny):
+    """What a new sampler gives for all prompts, from memory: expected(kind, group_size, temperature)."""
+    known = {}
+
+    def look_up(kind, group_size, temperature=1.0, seed=3):
+        key = kind, group_size, temperature, seed
+        if key not in known:
+            known[key] = generate(Sampler([tiny[kind]], **OPTIONS), group_size, temperature, seed)
+        return known[key]
+
+    return look_up
+
+
+def generate(sampler, group_size, temperature=1.0, seed=3, prompts=PROMPTS):
+    return sampler.generate(prompts, group_size=group_size, temperature=temperature, seed=seed)
+
+
+def completions(batch) -> list[list[int]]:
+    return [ids[:n] for ids, n in zip(batch.completion_ids.tolist(), batch.lengths.tolist(), strict=True)]
+
+
+def assert_same(batch, other, atol=1e-4):
+    """The same tokens, and log-probabilities that differ by rounding at most."""
+    assert completions(batch) == completions(other)
+    assert torch.equal(batch.truncated, other.truncated)
+    torch.testing.assert_close(batch.rollout_logps, other.rollout_logps, rtol=0, atol=atol)
+
+
+def watch(model) -> list[int | list[int]]:
+    """What the decoder computes, call by call: the lengths of prompts, or the number of rows that get a token each."""
+    seen = []
+
+    def look(module, args, kwargs):
+        way, shape = kwargs["rl"], kwargs["input_ids"].shape
+        assert shape == (1, sum(way.lengths)) if isinstance(way, Packed) else shape[1] == 1
+        seen.append(way.lengths if isinstance(way, Packed) else shape[0])
+
+    model.get_decoder().register_forward_pre_hook(look, with_kwargs=True)
+    return seen
+
+
+def steps(seen) -> list[int]:
+    return [call for call in seen if isinstance(call, int)]
+
+
+def prompts_read(seen) -> list[list[int]]:
+    return [call for call in seen if isinstance(call, list)]
+
+
+# --- tokens and log-probabilities ---
+
+
+@pytest.mark.parametrize("rollout_batch", [0, 2])
+@pytest.mark.parametrize("kind", TINY)
+def test_greedy_tokens_are_those_of_transformers(kind, rollout_batch):
+    plain = tiny_model(kind)
+    sampler = Sampler([copy.deepcopy(plain)], **OPTIONS, rollout_batch=rollout_batch)
+    assert isinstance(sampler.engines[0].cache, SdpaCache)
+    found = completions(generate(sampler, 1, temperature=0))
+    assert plain.config._attn_implementation == "sdpa"
+    for prompt, completion in zip(PROMPTS, found, strict=True):
+        ids = plain.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False,
+                             max_new_tokens=14, eos_token_id=ENDS, pad_token_id=0)  # fmt: skip
+        assert completion == ids[0, len(prompt) :].tolist()
+    assert len({token for row in found for token in row}) > 10  # not the same one again and again
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7, 1.0])
+@pytest.mark.parametrize("kind", TINY)
+def test_log_probabilities_are_those_of_a_full_forward_pass(tiny, expected, kind, temperature):
+    batch = expected(kind, 4, temperature)
+    for i, completion in enumerate(completions(batch)):
+        prompt, n = PROMPTS[i // 4], len(completion)
+        with torch.no_grad():
+            logits = tiny[kind](input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        logps = (logits / (temperature or 1)).log_softmax(-1)
+        torch.testing.assert_close(batch.rollout_logps[i, :n], logps[range(n), completion], rtol=0, atol=1e-4)
+        assert not batch.rollout_logps[i, n:].any()
+        assert temperature or logits.argmax(-1).tolist() == completion
+        assert not set(completion[:-1]) & set(ENDS)
+    assert not temperature or len(set(batch.lengths.tolist())) > 4
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-4), (torch.bfloat16, 0.25)])
+def test_half_precision_works_without_a_flash_kernel(dtype, atol):
+    model = tiny_model("qwen2").to(dtype)
+    batch = generate(Sampler([model], **OPTIONS), 4)
+    assert batch.rollout_logps.dtype == torch.float32
+    for i, completion in enumerate(completions(batch)):
+        with torch.no_grad():
+            ids = torch.tensor([PROMPTS[i // 4] + completion])
+            hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[0].float()
+        logps = (hidden @ model.lm_head.weight.float().T).log_softmax(-1)[len(PROMPTS[i // 4]) - 1 : -1]
+        error = logps[range(len(completion)), completion] - batch.rollout_logps[i, : len(completion)]
+        assert error.abs().max() < atol
+
+
+# --- batches that shrink and fill up ---
+
+
+@pytest.mark.parametrize("check_every", [1, 3, 16, 100])
+@pytest.mark.parametrize("group_size", [1, 4])
+@pytest.mark.parametrize("rollout_batch", [1, 4, 5, 9, 20])
+def test_any_number_of_rows_at_once_gives_the_same_completions(tiny, expected, rollout_batch, group_size, check_every):
+    sampler = Sampler([tiny["qwen2"]], **OPTIONS, rollout_batch=rollout_batch)
+    sampler.engines[0].check_every = check_every
+    assert_same(generate(sampler, group_size), expected("qwen2", group_size))
+
+
+@pytest.mark.parametrize("rollout_batch", [0, 1, 4, 9])
+@pytest.mark.parametrize("group_size", [1, 4])
+def test_every_token_is_computed_once_and_no_row_after_its_end(expected, group_size, rollout_batch):
+    model = tiny_model("qwen2")
+    sampler = Sampler([model], **OPTIONS, rollout_batch=rollout_batch)
+    seen = watch(model)
+    batch = generate(sampler, group_size)
+    assert_same(batch, expected("qwen2", group_size))
+    # a prompt once per group; the last token of a completion is never read
+    assert sum(prompts_read(seen), []) == [len(prompt) for prompt in PROMPTS]
+    assert sum(steps(seen)) == (batch.lengths - 1).sum()
+    assert max(steps(seen)) <= (max(rollout_batch, group_size) if rollout_batch else len(batch))
+
+
+def test_rows_that_ended_leave_the_batch():
+    model = tiny_model("qwen2")
+    sampler = Sampler([model], **OPTIONS)
+    seen = watch(model)
+    lengths = generate(sampler, 4).lengths
+    assert seen[0] == [4, 9, 1, 3, 1, 5, 2]
+    assert steps(seen) == [n for t in range(1, 14) if (n := int((lengths > t).sum()))]
+    assert len(set(steps(seen))) > 5
+
+
+@pytest.mark.parametrize("rollout_batch", [4, 8])
+def test_waiting_prompts_enter_before_all_rows_have_ended(rollout_batch):
+    model, prompts = tiny_model("qwen2"), PROMPTS * 4
+    sampler = Sampler([model], **OPTIONS, rollout_batch=rollout_batch)
+    seen = watch(model)
+    lengths = generate(sampler, 1, prompts=prompts).lengths
+    entered = [(len(call), after) for call, after in itertools.pairwise(seen) if isinstance(call, list)]
+    assert all(number <= rows <= rollout_batch for number, rows in entered)
+    assert sum(number < rows for number, rows in entered) > 2  # others are still at work
+    # batches that are waited for to their end would take more steps
+    apart = sum(int(part.max()) - 1 for part in lengths.split(rollout_batch))
+    assert math.ceil((lengths - 1).sum() / rollout_batch) <= len(steps(seen)) < apart
+
+
+@pytest.mark.parametrize(("limit", "parts"), [(1, 7), (5, 5), (9, 4), (1000, 1)])
+def test_prompts_are_read_in_parts(monkeypatch, expected, limit, parts):
+    monkeypatch.setattr(engine, "PREFILL_TOKENS", limit)
+    model = tiny_model("qwen2")
+    sampler = Sampler([model], **OPTIONS)
+    seen = watch(model)
+    assert_same(generate(sampler, 4), expected("qwen2", 4))
+    read = prompts_read(seen)
+    assert len(read) == parts and sum(read, []) == [len(prompt) for prompt in PROMPTS]
+    assert all(sum(lengths) <= limit or len(lengths) == 1 for lengths in read)
+
+
+@pytest.mark.parametrize(("sizes", "limit", "parts"), [
+    ([4, 9, 1, 3], 9, [[0], [1], [2, 3]]), ([4, 4, 4], 8, [[0, 1], [2]]), ([9, 9], 1, [[0], [1]]), ([1], 5, [[0]]),
+])  # fmt: skip
+def test_lists_are_cut_by_size(sizes, limit, parts):
+    assert engine._split(list(range(len(sizes))), sizes, limit) == parts
+
+
+# --- from one call to the next ---
+
+CALLS = [  # prompts, group size, temperature: what training and evaluation ask of one sampler in turn
+    (PROMPTS[:3], 4, 1.0), (PROMPTS[3:], 1, 0), (PROMPTS, 8, 1.0), ([PROMPTS[0] * 6, PROMPTS[1] * 3], 1, 0),
+    (PROMPTS[:3], 4, 0.7), (PROMPTS[4:5], 2, 1.0), (PROMPTS[:3], 4, 1.0),
+]  # fmt: skip
+
+
+def assert_calls_do_not_disturb_one_another(model, prepare=None, between=None, **options):
+    sampler = Sampler([model], **OPTIONS, **options)
+    if prepare:
+        prepare(sampler)
+    for i, (prompts, group_size, temperature) in enumerate(CALLS):
+        fresh = Sampler([model], **OPTIONS)
+        assert_same(generate(sampler, group_size, temperature, i, prompts),
+                    generate(fresh, group_size, temperature, i, prompts))  # fmt: skip
+        if between:
+            between(sampler.engines[0], i)
+
+
+@pytest.mark.parametrize("rollout_batch", [0, 8])
+@pytest.mark.parametrize("release", [False, True])
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
+def test_calls_do_not_disturb_one_another(tiny, kind, release, rollout_batch):
+    assert_calls_do_not_disturb_one_another(
+        tiny[kind], between=(lambda engine, _: engine.release()) if release else None, rollout_batch=rollout_batch
+    )
+
+
+def test_memory_grows_when_it_has_to_and_can_be_given_back(tiny):
+    sampler, addresses = Sampler([tiny["qwen2"]], **OPTIONS), []
+    decoder = sampler.engines[0]
+    assert decoder.cache_bytes == 0
+    for prompts, group_size in ((PROMPTS, 4), (PROMPTS[:2], 2), (PROMPTS, 4), (PROMPTS, 8), (PROMPTS, 4)):
+        generate(sampler, group_size, prompts=prompts)
+        addresses.append(decoder.cache.pools[0][0].data_ptr())
+    assert addresses[0] == addresses[1] == addresses[2] and addresses[3] == addresses[4]
+    # 56 rows of 9 + 14 tokens, in 2 layers of 2 heads of 8 numbers, keys and values of 4 bytes
+    assert decoder.cache_bytes == 56 * 23 * 2 * 2 * 8 * 2 * 4
+    decoder.release()
+    assert decoder.cache_bytes == 0
+
+
+def test_a_sampler_works_again_after_weights_were_broken_and_repaired(tiny):
+    model = copy.deepcopy(tiny["gpt2"])
+    sampler, places = Sampler([model], **OPTIONS), model.transformer.wpe.weight.data
+    before, good = generate(sampler, 4), places.clone()
+    places[12] = torch.nan
+    with pytest.raises(FloatingPointError, match="not finite"):
+        generate(sampler, 4)
+    places.copy_(good)
+    assert_same(generate(sampler, 4), before)  # nothing of what was broken is left in the cache
+
+
+# --- as on a GPU ---
+
+
+def plain_flash(q, k, v, offsets, starts, longest, capacity, scaling, used):
+    """What the kernel computes, one segment at a time; segments without queries are not looked at."""
+    out, lse = torch.full_like(q, torch.nan), torch.full((q.shape[1], q.shape[0]), torch.nan)
+    repeats = q.shape[1] // k.shape[1]
+    assert offsets.dtype == starts.dtype == used.dtype == torch.int32
+    assert len(offsets) == len(starts) == len(used) + 1 and offsets[0] == 0 and offsets[-1] == len(q)
+    bounds = offsets[:-1], offsets[1:], starts[:-1], used
+    for begin, end, start, n in torch.stack(bounds, 1).tolist():
+        assert 0 <= end - begin <= longest and 1 <= n <= capacity and 0 <= start <= len(k) - n
+        if begin < end:
+            queries = q[begin:end].transpose(0, 1)
+            keys, values = (x[start : start + n].transpose(0, 1).repeat_interleave(repeats, 0) for x in (k, v))
+            scores = queries @ keys.transpose(1, 2) * scaling
+            lse[:, begin:end] = scores.logsumexp(-1)
+            out[begin:end] = (scores.softmax(-1) @ values).transpose(0, 1)
+    return out, lse
+
+
+class Graph:
+    """In place of a CUDA graph: takes the captured step again, if everything is where it was."""
+
+    def captured(self, decoder, b, step):
+        self.decoder, self.b, self.step = decoder, b, step
+        self.memory, self.numbers = self.look()
+
+    def look(self):
+        """What a graph holds: tensors, by address and shape, and the numbers that were on the host."""
+        decoder = self.decoder
+        tensors = [decoder.state, decoder.out_tokens, decoder.out_logps, decoder.uniforms, decoder.healthy,
+                   decoder.cache.segments, *(x for pool in decoder.cache.pools for x in pool),
+                   *decoder.model.parameters()]  # fmt: skip
+        space = decoder.cache.space
+        numbers = space.tokens, space.group_size, decoder.cache.num_segments(self.b), (space.longest - 1).bit_length()
+        return [x.detach() for x in tensors], numbers  # held, so that no address is used again
+
+    def replay(self):
+        memory, numbers = self.look()
+        assert [(x.data_ptr(), x.shape) for x in memory] == [(x.data_ptr(), x.shape) for x in self.memory]
+        assert numbers == self.numbers
+        self.step()
+
+    def pool(self):
+        return "pool"
+
+
+def nothing(*args, **kwargs):
+    return SimpleNamespace(wait_stream=lambda other: None)
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch):
+    """Makes a sampler decode as on a GPU: as_on_gpu(sampler). Lists what was captured and arranged."""
+    under_capture = []
+
+    @contextmanager
+    def capture_into(graph, pool=None):
+        under_capture.append(graph)
+        yield
+        under_capture.pop()
+
+    monkeypatch.setattr(cache, "_flash", plain_flash)
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, nothing)
+    for name in ("stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture_into)
+
+    step, capture, arrange = Engine._step, Engine._capture, FlashCache.arrange
+
+    def watched_step(self, b, how, longest=0):
+        if under_capture:
+            under_capture[0].captured(self, b, lambda: step(self, b, how))
+        step(self, b, how, longest)
+
+    def harmless_capture(self, b, how):
+        def written():
+            return [x.clone() for x in (self.state, self.out_tokens[:-1], self.out_logps[:-1], self.uniforms)]
+
+        before = written()
+        graph = capture(self, b, how)
+        torch.testing.assert_close(written(), before, rtol=0, atol=0, equal_nan=True)
+        assert (self.done[:b] == 0).any()  # rows were at work meanwhile
+        prepare.captures.append(b)
+        return graph
+
+    def watched_arrange(self, groups, b):
+        prepare.arranged.append(([rows for _, _, rows in groups], b))
+        arrange(self, groups, b)
+
+    monkeypatch.setattr(Engine, "_step", watched_step)
+    monkeypatch.setattr(Engine, "_capture", harmless_capture)
+    monkeypatch.setattr(FlashCache, "arrange", watched_arrange)
+
+    def prepare(sampler, check_every=3):
+        for decoder in sampler.engines:
+            decoder.cache = FlashCache(decoder.cache.layers, decoder.cache.dtype, decoder.device)
+            decoder.use_graphs, decoder.check_every = True, check_every
+        return sampler
+
+    prepare.captures, prepare.arranged = [], []
+    return prepare
+
+
+@pytest.mark.parametrize("rollout_batch", [0, 4, 9, 20])
+@pytest.mark.parametrize("group_size", [1, 4])
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
+def test_every_arrangement_of_the_gpu_gives_the_same_completions(
+    tiny, expected, as_on_gpu, kind, group_size, rollout_batch
+):
+    sampler = as_on_gpu(Sampler([tiny[kind]], **OPTIONS, rollout_batch=rollout_batch))
+    for temperature in (1.0, 0):
+        assert_same(generate(sampler, group_size, temperature), expected(kind, group_size, temperature))
+    batches = [b for _, b in as_on_gpu.arranged]
+    assert all(sum(rows) <= b <= max(8, group_size * len(PROMPTS)) for rows, b in as_on_gpu.arranged)
+    if group_size == 4 and rollout_batch != 4:
+        assert any(len(set(rows)) > 1 for rows, _ in as_on_gpu.arranged)  # some rows of a group have ended
+        assert any(sum(rows) < b for rows, b in as_on_gpu.arranged)  # with padding
+    if (group_size, rollout_batch) == (4, 0):
+        assert {28, 16, 8} == set(batches) == set(as_on_gpu.captures)
+    if 0 < rollout_batch < group_size * len(PROMPTS):
+        entered = [sum(b) for b, _ in as_on_gpu.arranged]
+        assert any(later > earlier for earlier, later in itertools.pairwise(entered))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma", "phi"])
+def test_every_kind_of_model_decodes_as_on_a_gpu(tiny, expected, as_on_gpu, kind):
+    sampler = as_on_gpu(Sampler([tiny[kind]], **OPTIONS, rollout_batch=12))
+    assert_same(generate(sampler, 4), expected(kind, 4))
+
+
+@pytest.mark.parametrize("check_every", [1, 16, 100])
+def test_rows_that_have_ended_do_nothing_until_they_leave(tiny, expected, as_on_gpu, check_every):
+    sampler = as_on_gpu(Sampler([tiny["qwen2"]], **OPTIONS), check_every)
+    assert_same(generate(sampler, 4), expected("qwen2", 4))
+
+
+@pytest.mark.parametrize("rollout_batch", [0, 8])
+@pytest.mark.parametrize("release", [False, True])
+def test_calls_do_not_disturb_one_another_as_on_a_gpu(tiny, as_on_gpu, release, rollout_batch):
+    assert_calls_do_not_disturb_one_another(
+        tiny["qwen2"], as_on_gpu, (lambda decoder, _: decoder.release()) if release else None,
+        rollout_batch=rollout_batch,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [
+    dict(top_k=5), dict(top_p=0.7, min_new_tokens=3), dict(min_p=0.2, suppressed_ids=[5, 9]), dict(max_new_tokens=1),
+    dict(max_new_tokens=2),
+], ids=str)  # fmt: skip
+def test_options_of_sampling_hold_as_on_a_gpu(tiny, as_on_gpu, options):
+    options = {**OPTIONS, **options}
+    sampler = as_on_gpu(Sampler([tiny["qwen2"]], **options))
+    assert_same(generate(sampler, 4), generate(Sampler([tiny["qwen2"]], **options), 4))
+
+
+def test_graphs_are_kept_as_long_as_memory_stays_where_it_is(tiny, as_on_gpu):
+    model = copy.deepcopy(tiny["qwen2"])
+    sampler = as_on_gpu(Sampler([model], **OPTIONS))
+    decoder, captures = sampler.engines[0], as_on_gpu.captures
+
+    def new_graphs(group_size=4, temperature=1.0, prompts=PROMPTS) -> int:
+        known = len(captures)
+        generate(sampler, group_size, temperature, prompts=prompts)
+        return len(captures) - known
+
+    first = new_graphs()
+    assert first == len(decoder.graphs) == 3
+    assert new_graphs() == 0
+    assert new_graphs(prompts=PROMPTS[::-1]) == 0  # other prompts
+    assert new_graphs(temperature=0.5) > 0  # another distribution, beside the others
+    assert len(decoder.graphs) > first and new_graphs() == 0
+    assert new_graphs(1, 0, PROMPTS[:2]) > 0 and new_graphs() == 0  # smaller
+    # weights that change where they are
+    before = generate(sampler, 4)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.7)
+    assert new_graphs() == 0
+    after = generate(sampler, 4)
+    assert completions(after) != completions(before)
+    assert_same(after, generate(Sampler([model], **OPTIONS), 4))
+    # weights elsewhere
+    model.model.norm.weight.data = model.model.norm.weight.data.clone()
+    assert new_graphs() == 3 == len(decoder.graphs)
+    # a cache that has to grow: for more rows, for longer prompts
+    assert new_graphs(8) == len(decoder.graphs) and new_graphs(8) == 0
+    assert new_graphs() > 0 and new_graphs(8) == 0
+    assert new_graphs(8, prompts=[*PROMPTS[:6], [4] * 40]) == len(decoder.graphs)
+    decoder.release()
+    assert not decoder.graphs and new_graphs() == 3
+
+
+def test_a_step_that_is_tried_touches_no_row(tiny, as_on_gpu, monkeypatch):
+    # the same within one call: graphs of smaller batches are captured while rows are at work
+    sampler = as_on_gpu(Sampler([tiny["qwen2"]], **OPTIONS), check_every=1)
+    decoder, tried = sampler.engines[0], []
+    capture = Engine._capture
+
+    def slots_in_use(decoder):
+        """Keys of all rows at work, those of the token that is computed next left out."""
+        alive = (decoder.done == 0).nonzero().flatten()
+        alive = alive[decoder.count[alive] > 0].tolist()
+        return [decoder.cache.pools[0][0][decoder.start[i] : decoder.start[i] + decoder.count[i] - 1] for i in alive]
+
+    def watched(self, b, how):
+        before, healthy = [x.clone() for x in slots_in_use(self)], self.healthy.item()
+        graph = capture(self, b, how)
+        after = slots_in_use(self)
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+        assert self.healthy.item() == healthy
+        tried.append(sum(map(len, before)))
+        return graph
+
+    monkeypatch.setattr(Engine, "_capture", watched)
+    generate(sampler, 4)
+    assert len(tried) == len(decoder.graphs) == 3 and tried[0] == 0 and all(n > 8 for n in tried[1:])
+
+
+def test_broken_weights_stop_the_rollout_as_on_a_gpu(tiny, as_on_gpu):
+    model = copy.deepcopy(tiny["gpt2"])
+    sampler = as_on_gpu(Sampler([model], **OPTIONS))
+    before = generate(sampler, 4)
+    good = model.transformer.wpe.weight.data.clone()
+    for place in (0, 12):  # of a prompt, of completions only
+        model.transformer.wpe.weight.data[place] = torch.nan
+        for temperature in (0, 1.0):
+            with pytest.raises(FloatingPointError, match="not finite"):
+                generate(sampler, 4, temperature)
+        model.transformer.wpe.weight.data.copy_(good)
+        assert_same(generate(sampler, 4), before)
+
+
+def test_adapters_are_merged_where_graphs_read(tiny, as_on_gpu):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(copy.deepcopy(tiny["qwen2"]), lora)
+    sampler = as_on_gpu(Sampler([model], **OPTIONS))
+    before = generate(sampler, 4)
+    assert_same(before, generate(Sampler([model], **OPTIONS), 4))
+    graphs = dict(sampler.engines[0].graphs)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.mul_(-1.5)
+    after = generate(sampler, 4)
+    assert_same(after, generate(Sampler([model], **OPTIONS), 4))
+    assert completions(after) != completions(before)
+    assert graphs and graphs.items() <= sampler.engines[0].graphs.items()
+
+
+def test_engine_says_what_serves(tiny, monkeypatch, as_on_gpu):
+    sampler = Sampler([tiny["qwen2"]], **OPTIONS)
+    assert sampler.engines[0].name == "PyTorch's attention over a static cache (cpu, float32: no flash kernel)"
+    assert as_on_gpu(sampler).engines[0].name == "flash attention, shared prompts, CUDA graphs"
+    monkeypatch.setattr(attention, "on_flash", lambda x: x.ndim == 2 and x.dtype == torch.bfloat16)
+    assert isinstance(Sampler([tiny["qwen2"]], **OPTIONS).engines[0].cache, SdpaCache)
+    monkeypatch.setattr(attention, "on_flash", lambda x: x.ndim == 2 and x.shape[-1] == 8)
+    assert isinstance(Sampler([tiny["qwen2"]], **OPTIONS).engines[0].cache, FlashCache)
+    assert isinstance(Sampler([tiny["qwen3"]], **OPTIONS).engines[0].cache, SdpaCache)  # heads of 16
+
+
+def test_flash_decode_can_be_traced(monkeypatch):
+    monkeypatch.setattr(cache, "_flash", plain_flash)
+    q, k, v = torch.randn(6, 4, 8), torch.randn(20, 2, 8), torch.randn(20, 2, 8)
+    offsets, starts, used = (torch.tensor(x, dtype=torch.int32) for x in ([0, 4, 6, 6], [3, 10, 0, 0], [5, 2, 1]))
+    out, lse = cache.flash_decode(q, k, v, offsets, starts, 4, 8, 0.3, used)
+    assert out.shape == q.shape and lse.shape == (4, 6) and lse.dtype == torch.float32
+    torch.library.opcheck(cache.flash_decode, (q, k, v, offsets, starts, 4, 8, 0.3, used),
+                          test_utils=("test_schema", "test_faketensor"))  # fmt: skip
+
+
+# --- memory ---
+
+LAYERS = (attention.Layer(None, num_heads=2, head_size=8, queries_per_key=2),) * 3
+
+
+@pytest.mark.parametrize(("kind", "slots"), [(FlashCache, 2 * 10 + 8 * 5), (SdpaCache, 8 * (10 + 5))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cache_takes_the_memory_it_says(kind, slots, dtype):
+    space = Space(rows=8, batch=8, prompts=2, group_size=4, longest=10, tokens=5)
+    one = kind(LAYERS, dtype, torch.device("cpu"))
+    assert one.bytes(space) == slots * 2 * 2 * 8 * 3 * dtype.itemsize
+    assert one.reserve(space)
+    taken = sum(x.numel() * x.element_size() for pool in one.pools for x in pool)
+    padding = 2 * 2 * 8 * 3 * dtype.itemsize if kind is FlashCache else 0  # one slot
+    assert taken == one.bytes(space) + padding
+    assert not one.reserve(space) and not one.reserve(Space(4, 8, 1, 4, 10, 5))  # it fits
+    assert one.reserve(Space(8, 8, 2, 4, 20, 5)) and not one.reserve(space)  # it has to grow
+
+
+class SmallGpu:
+    """A device with this much free memory."""
+
+    type = "cuda"
+
+
+@pytest.mark.parametrize(("share", "groups"), [(1.2, 7), (1.0, 6), (0.5, 3), (0.2, 1)])
+def test_as_many_groups_are_decoded_at_once_as_memory_holds(tiny, monkeypatch, share, groups):
+    decoder = Sampler([tiny["qwen2"]], **OPTIONS).engines[0]
+    how_many = (PROMPTS, 4, 14, 0)
+    everything = decoder._plan(*how_many)
+    needed = decoder.cache.bytes(everything) + 16 * everything.rows * 64
+    decoder.device = SmallGpu()
+    for name, value in (("mem_get_info", (int(share * needed), 0)), ("memory_reserved", 0), ("memory_allocated", 0)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    space = decoder._plan(*how_many)
+    assert space.rows == 4 * groups and space.tokens == 14 and space.longest == 9
+    assert decoder.cache.bytes(space) + 16 * space.rows * 64 <= 0.9 * share * needed
+    assert decoder._plan(PROMPTS, 4, 14, 8).rows == min(8, 4 * groups)
+    # what torch's allocator holds and does not use is free too, and so is the cache of the last rollout
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * needed)
+    assert decoder._plan(*how_many).rows == 28
+
+
+def test_a_group_that_does_not_fit_is_refused(tiny, monkeypatch):
+    decoder = Sampler([tiny["qwen2"]], **OPTIONS).engines[0]
+    decoder.device = SmallGpu()
+    for name, value in (("mem_get_info", (1000, 0)), ("memory_reserved", 0), ("memory_allocated", 0)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    with pytest.raises(ValueError, match=r"group_size = 4, max_new_tokens = 14: one group .* lower one of them"):
+        decoder._plan(PROMPTS, 4, 14, 0)
+
+
+@pytest.mark.parametrize(("max_rows", "rows", "prompts"), [(0, 28, 7), (8, 8, 4), (9, 8, 4), (2, 4, 2), (99, 28, 7)])
+def test_groups_stay_together_and_prompts_may_outlive_some_of_their_rows(tiny, max_rows, rows, prompts):
+    space = Sampler([tiny["qwen2"]], **OPTIONS).engines[0]._plan(PROMPTS, 4, 14, max_rows)
+    assert space == Space(rows=rows, batch=max(8, rows), prompts=prompts, group_size=4, longest=9, tokens=14)
+
+
+def test_rows_of_a_batch_come_in_few_sizes(tiny, as_on_gpu):
+    decoder = as_on_gpu(Sampler([tiny["qwen2"]], **OPTIONS)).engines[0]
+    space = SimpleNamespace(batch=50)
+    sizes = {1: 8, 8: 8, 9: 16, 17: 32, 33: 50, 50: 50}
+    assert {rows: decoder._batch_size(rows, space) for rows in sizes} == sizes
+    decoder.use_graphs = False
+    assert decoder._batch_size(13, space) == 13  # nothing is computed for padding
+
+
+def test_sampling_options_are_part_of_a_graph():
+    assert Sampling(0.5) != Sampling(0.6) and hash(Sampling(0.5)) == hash(Sampling(0.5))

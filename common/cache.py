@@ -356,7 +356,8 @@ class SdpaCache:
 
     def decode(self, start: torch.Tensor, count: torch.Tensor, position: torch.Tensor, longest: int) -> SdpaDecode:
         """How one new token per row attends; see `FlashCache.decode`."""
-        seen = torch.arange(longest + 1, device=self.device) <= position[:, None]
+        length = min(longest + 1, self.pools[0][0].shape[2])  # a row that has ended stays where it is
+        seen = torch.arange(length, device=self.device) <= position[:, None]
         return SdpaDecode(position, seen[:, None, None])
 
 

@@ -329,7 +329,9 @@ class Engine:
                     self._step(b, how)
             torch.cuda.current_stream(self.device).wait_stream(aside)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=self.pool):
+            # thread_local: what NCCL and other threads do meanwhile is no part of it, and must not end it
+            mode = dict(pool=self.pool, capture_error_mode="thread_local")
+            with torch.cuda.device(self.device), torch.cuda.graph(graph, **mode):
                 self._step(b, how)
         finally:
             for layer in layers:

@@ -5,13 +5,17 @@ V vocabulary, N completion tokens of a batch, n of them in one chunk.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from common import attention
 from common.head import token_logps, vocabulary_logits
+
+FORWARD_FACTOR = 4  # without gradients, this many times the tokens of a micro-batch fit into memory
 
 
 def _rows(lengths_m: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,24 +116,54 @@ class LogProbs(nn.Module):
         return zeros_mC.index_put((row_N, place_N), logps_N), zeros_mC.index_put((row_N, place_N), entropy_N)
 
 
-def fill(micros: Iterable, field: str, policy: nn.Module, device: torch.device) -> None:
+def fill(
+    micros: Iterable[Any], field: str, policy: nn.Module, device: torch.device, micro_batch_tokens: int = 0
+) -> None:
     """Writes log-probabilities under weights that are not trained here into micro-batches: old ones, the reference's.
 
     Args:
-        micros: micro-batches cut as the update will see them: then the first ratio is exactly 1.
+        micros: micro-batches (`rollout.RolloutBatch`) cut as the update will see them.
         field: "old_logps" or "ref_logps".
         policy: a `LogProbs`, wrapped or not.
         device: where it takes its input.
+        micro_batch_tokens: what the micro-batches were cut to: without gradients FORWARD_FACTOR times as many tokens go
+            into one forward pass, which is faster. 0: each alone, as the update computes it, so that without an update
+            between them the ratio is exactly 1; more at once may round differently in half precision.
     """
     if isinstance(policy, DistributedDataParallel):
         policy = policy.module  # there is nothing to reduce, and no backward pass as it would expect
+    inner = policy.module if isinstance(policy, nn.DataParallel) else policy
+    limit = FORWARD_FACTOR * micro_batch_tokens if inner.packed else 0
+    parts: list[list[Any]] = []
+    size = 0
+    for micro in micros:
+        tokens = int((micro.prompt_lengths + micro.lengths).sum()) if limit else 1
+        if not parts or size + tokens > limit:
+            parts.append([])
+            size = 0
+        parts[-1].append(micro)
+        size += tokens
+    # With gradients another graph is compiled, which may round differently: alone, a micro-batch takes the one of the
+    # update. Its activations are freed before the next.
     trained = any(p.requires_grad for p in policy.parameters())
-    # With gradients another graph is compiled, which rounds differently: the update's own is needed here, or the first
-    # ratio is not exactly 1. Its activations are freed before the next micro-batch.
-    with torch.set_grad_enabled(trained and getattr(policy, "compiled", False)):
-        for micro in micros:
-            logps_mC = policy(*(tokens.to(device) for tokens in micro.tokens))[0].detach()
-            setattr(micro, field, logps_mC.to(micro.prompt_ids.device))
+    with torch.set_grad_enabled(trained and inner.compiled and not limit):
+        for part in parts:
+            tokens = part[0].tokens if len(part) == 1 else _join([micro.tokens for micro in part])
+            logps = policy(*(x.to(device) for x in tokens))[0].detach().split([len(micro.prompt_ids) for micro in part])
+            for micro, logps_mC in zip(part, logps, strict=True):
+                width = micro.completion_ids.shape[1]
+                setattr(micro, field, logps_mC[:, :width].to(micro.prompt_ids.device))
+
+
+def _join(batches: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    """Rows of several batches under one another: prompts padded on the left, completions on the right."""
+    joined = []
+    for i, tensors in enumerate(zip(*batches, strict=True)):
+        width = max(x.shape[1] for x in tensors)
+        missing = [width - x.shape[1] for x in tensors]
+        padded = [F.pad(x, (n, 0) if i < 2 else (0, n)) for x, n in zip(tensors, missing, strict=True)]
+        joined.append(torch.cat(padded))
+    return joined
 
 
 @torch.no_grad()

@@ -234,9 +234,9 @@ def main(cfg: Config) -> None:
             micros = list(chain(*minibatches))
             scoring = pool.submit(score, examples_P, batch, tokenizer, reward_model, cfg)
             with log.time("logprobs"):  # the first minibatch finds its old log-probs in its own forward pass
-                logprobs.fill(chain(*minibatches[1:]), "old_logps", policy, home)
+                logprobs.fill(chain(*minibatches[1:]), "old_logps", policy, home, cfg.micro_batch_tokens)
                 if reference is not None:
-                    logprobs.fill(micros, "ref_logps", reference, gpus.reference)
+                    logprobs.fill(micros, "ref_logps", reference, gpus.reference, cfg.micro_batch_tokens)
             with log.time("score"):
                 completions_B, rewards_B, by_function = scoring.result()
                 rewards_PG = rewards_B.view(-1, cfg.group_size)

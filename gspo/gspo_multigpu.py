@@ -228,6 +228,7 @@ def main(cfg: Config) -> None:
     if eval_examples and start == 0:
         log.eval(0, eval_reward=evaluate(sampler, eval_examples, tokenizer, reward_model, cfg))
 
+    budget = cfg.micro_batch_tokens * len(gpus.policy)  # DataParallel splits each micro-batch between the GPUs
     tracing = profiling.trace(cfg.out_dir, cfg.profile)
     with checkpoint.stop_on_signal() as stop, ThreadPoolExecutor(2) as pool, tracing as profiled:
         for step in range(start + 1, cfg.steps + 1):
@@ -239,14 +240,14 @@ def main(cfg: Config) -> None:
                                          temperature=cfg.temperature, seed=cfg.seed, step=step)  # fmt: skip
 
             # 2. score: rewards, and meanwhile log-probs; rewards stay rewards, advantages get their own name
-            minibatches = batch.minibatches(cfg.num_minibatches, cfg.micro_batch_tokens * len(gpus.policy),
-                                            log_probs.packed)  # fmt: skip
+            minibatches = batch.minibatches(cfg.num_minibatches, budget, log_probs.packed)
             micros = list(chain(*minibatches))
             scoring = pool.submit(score, examples_P, batch, tokenizer, reward_model, cfg)
             with log.time("logprobs"):  # the first minibatch finds its old log-probs in its own forward pass
                 if reference is not None:  # on a GPU of its own, at the same time
-                    referring = pool.submit(logprobs.fill, micros, "ref_logps", reference, gpus.reference)
-                logprobs.fill(chain(*minibatches[1:]), "old_logps", policy, home)
+                    where = gpus.reference, cfg.micro_batch_tokens
+                    referring = pool.submit(logprobs.fill, micros, "ref_logps", reference, *where)
+                logprobs.fill(chain(*minibatches[1:]), "old_logps", policy, home, budget)
                 if reference is not None:
                     referring.result()
             with log.time("score"):

@@ -395,8 +395,11 @@ def test_pickled_weights_beside_the_others_are_not_read(saved, tmp_path):
 
 def micro(rows: int, **fields) -> RolloutBatch:
     ids = torch.arange(rows * 3).view(rows, 3)
-    return RolloutBatch(ids, ids >= 0, ids + 1, ids >= 0, torch.full((rows,), 3), torch.zeros(rows).bool(),
-                        torch.arange(rows), **fields)  # fmt: skip
+    return RolloutBatch(
+        prompt_ids=ids, prompt_mask=ids >= 0, completion_ids=ids + 1, sampled_mask=ids >= 0, completion_mask=ids >= 0,
+        rollout_logps=-torch.rand(rows, 3), prompt_lengths=torch.full((rows,), 3), lengths=torch.full((rows,), 3),
+        truncated=torch.zeros(rows).bool(), trained=torch.ones(rows).bool(), rows=torch.arange(rows), **fields,
+    )  # fmt: skip
 
 
 def test_the_batch_of_a_failed_step_is_kept(tmp_path):

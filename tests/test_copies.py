@@ -12,7 +12,7 @@ from conftest import ROOT, SCRIPTS
 MARK = "# [copy]"
 FIRST, *OTHERS = SCRIPTS.values()
 COMMON = sorted((ROOT / "common").glob("*.py"))
-MOST_LINES = 290
+MOST_LINES = 315
 # A default that may differ: on several GPUs of one process, the CPU is used only when asked for
 OWN_DEFAULT = {"gspo_multigpu": "device"}
 

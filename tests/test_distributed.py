@@ -57,6 +57,7 @@ report["gathered"] = gather_objects({"number": number})
 report["sum"] = sum_over_ranks(number + 0.5)
 report["any"] = [any_rank(False), any_rank(number == 1), any_rank(number == 0), any_rank(True)]
 print_main("said by the main process only", number)
+print_main("said aside by the main process only", number, file=sys.stderr)
 
 def attempt(name, failing):
     try:
@@ -114,11 +115,12 @@ def loss_of_rows(policy, rows) -> torch.Tensor:
 
 
 def backward_of_rank(policy, number) -> None:
-    """One of two ranks: every other row, in two forwards; the second one of rank 1 holds rows 5 and 7."""
-    rows = torch.arange(number, 8, 2)
+    """One of two ranks: every other row, in three forwards or in two; the last one of rank 1 holds rows 5 and 7."""
+    *parts, last = torch.arange(number, 8, 2).split([1, 1, 2] if number == 0 else [2, 2])
     with policy.no_sync():
-        (loss_of_rows(policy, rows[:2]) * 2).backward()  # DistributedDataParallel takes the mean over ranks
-    (loss_of_rows(policy, rows[2:]) * 2).backward()
+        for rows in parts:
+            (loss_of_rows(policy, rows) * 2).backward()  # DistributedDataParallel takes the mean over ranks
+    (loss_of_rows(policy, last) * 2).backward()
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +179,8 @@ def test_alone_an_interrupt_passes_through(stop):
 
 def test_print_main_prints(capsys):
     distributed.print_main("step", 3)
-    assert capsys.readouterr().out == "step 3\n"
+    distributed.print_main("rollout:", "fast", file=sys.stderr)
+    assert capsys.readouterr() == ("step 3\n", "rollout: fast\n")
 
 
 @pytest.mark.parametrize(("backend", "ended"), [("nccl", True), ("gloo", False), (None, False)])
@@ -220,7 +223,8 @@ def test_values_of_all_ranks_arrive_in_order_on_all_ranks(two_processes):
 
 def test_only_the_main_process_prints(two_processes):
     assert "said by the main process only 0\n" in two_processes["outputs"][0][0]
-    assert "said by" not in two_processes["outputs"][1][0]
+    assert "said aside by the main process only 0\n" in two_processes["outputs"][0][1]
+    assert not [output for output in two_processes["outputs"][1] if "said " in output]
 
 
 def test_a_failure_on_one_rank_stops_all_and_is_named(two_processes):

@@ -85,19 +85,20 @@ def prompts_read(seen) -> list[list[int]]:
 # --- tokens and log-probabilities ---
 
 
-@pytest.mark.parametrize("rollout_batch", [0, 2])
 @pytest.mark.parametrize("kind", TINY)
-def test_greedy_tokens_are_those_of_transformers(kind, rollout_batch):
+def test_greedy_tokens_are_those_of_transformers(kind):
     plain = tiny_model(kind)
-    sampler = Sampler([copy.deepcopy(plain)], **OPTIONS, rollout_batch=rollout_batch)
-    assert isinstance(sampler.engines[0].cache, SdpaCache)
-    found = completions(generate(sampler, 1, temperature=0))
-    assert plain.config._attn_implementation == "sdpa"
-    for prompt, completion in zip(PROMPTS, found, strict=True):
-        ids = plain.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False,
-                             max_new_tokens=14, eos_token_id=ENDS, pad_token_id=0)  # fmt: skip
-        assert completion == ids[0, len(prompt) :].tolist()
-    assert len({token for row in found for token in row}) > 10  # not the same one again and again
+    model = copy.deepcopy(plain)
+    sampler = Sampler([model], **OPTIONS)
+    assert isinstance(sampler.engines[0].cache, SdpaCache) and plain.config._attn_implementation == "sdpa"
+    batch = generate(sampler, 1, temperature=0)
+    theirs = plain.generate(batch.prompt_ids, attention_mask=batch.prompt_mask.long(), do_sample=False,
+                            max_new_tokens=14, eos_token_id=ENDS, pad_token_id=0)[:, 9:]  # fmt: skip
+    for completion, ids in zip(completions(batch), theirs.tolist(), strict=True):
+        assert completion == ids[: len(completion)] and not any(ids[len(completion) :])
+    assert batch.completion_ids.unique().numel() > 10  # not the same one again and again
+    few = Sampler([model], **OPTIONS, rollout_batch=2)
+    assert_same(generate(few, 1, temperature=0), batch)
 
 
 @pytest.mark.parametrize("temperature", [0, 0.7, 1.0])
@@ -133,17 +134,17 @@ def test_half_precision_works_without_a_flash_kernel(dtype, atol):
 # --- batches that shrink and fill up ---
 
 
-@pytest.mark.parametrize("check_every", [1, 3, 16, 100])
-@pytest.mark.parametrize("group_size", [1, 4])
-@pytest.mark.parametrize("rollout_batch", [1, 4, 5, 9, 20])
+@pytest.mark.parametrize(("rollout_batch", "group_size", "check_every"), [
+    (1, 1, 1), (4, 1, 3), (5, 1, 1), (5, 1, 16), (1, 4, 100), (9, 4, 1), (9, 4, 3), (20, 4, 1), (20, 4, 3), (20, 4, 16),
+    (0, 4, 3), (0, 4, 100),
+])  # fmt: skip
 def test_any_number_of_rows_at_once_gives_the_same_completions(tiny, expected, rollout_batch, group_size, check_every):
     sampler = Sampler([tiny["qwen2"]], **OPTIONS, rollout_batch=rollout_batch)
     sampler.engines[0].check_every = check_every
     assert_same(generate(sampler, group_size), expected("qwen2", group_size))
 
 
-@pytest.mark.parametrize("rollout_batch", [0, 1, 4, 9])
-@pytest.mark.parametrize("group_size", [1, 4])
+@pytest.mark.parametrize(("group_size", "rollout_batch"), [(1, 0), (1, 1), (1, 4), (4, 0), (4, 3), (4, 9)])
 def test_every_token_is_computed_once_and_no_row_after_its_end(expected, group_size, rollout_batch):
     model = tiny_model("qwen2")
     sampler = Sampler([model], **OPTIONS, rollout_batch=rollout_batch)
@@ -151,7 +152,7 @@ def test_every_token_is_computed_once_and_no_row_after_its_end(expected, group_s
     batch = generate(sampler, group_size)
     assert_same(batch, expected("qwen2", group_size))
     # a prompt once per group; the last token of a completion is never read
-    assert sum(prompts_read(seen), []) == [len(prompt) for prompt in PROMPTS]
+    assert list(itertools.chain(*prompts_read(seen))) == [len(prompt) for prompt in PROMPTS]
     assert sum(steps(seen)) == (batch.lengths - 1).sum()
     assert max(steps(seen)) <= (max(rollout_batch, group_size) if rollout_batch else len(batch))
 
@@ -188,7 +189,7 @@ def test_prompts_are_read_in_parts(monkeypatch, expected, limit, parts):
     seen = watch(model)
     assert_same(generate(sampler, 4), expected("qwen2", 4))
     read = prompts_read(seen)
-    assert len(read) == parts and sum(read, []) == [len(prompt) for prompt in PROMPTS]
+    assert len(read) == parts and list(itertools.chain(*read)) == [len(prompt) for prompt in PROMPTS]
     assert all(sum(lengths) <= limit or len(lengths) == 1 for lengths in read)
 
 
@@ -202,30 +203,34 @@ def test_lists_are_cut_by_size(sizes, limit, parts):
 # --- from one call to the next ---
 
 CALLS = [  # prompts, group size, temperature: what training and evaluation ask of one sampler in turn
-    (PROMPTS[:3], 4, 1.0), (PROMPTS[3:], 1, 0), (PROMPTS, 8, 1.0), ([PROMPTS[0] * 6, PROMPTS[1] * 3], 1, 0),
+    (PROMPTS[:3], 4, 1.0), (PROMPTS[3:], 1, 0), (PROMPTS[:4], 8, 1.0), ([PROMPTS[0] * 6, PROMPTS[1] * 3], 1, 0),
     (PROMPTS[:3], 4, 0.7), (PROMPTS[4:5], 2, 1.0), (PROMPTS[:3], 4, 1.0),
 ]  # fmt: skip
 
 
-def assert_calls_do_not_disturb_one_another(model, prepare=None, between=None, **options):
-    sampler = Sampler([model], **OPTIONS, **options)
-    if prepare:
-        prepare(sampler)
+@pytest.fixture(scope="module")
+def fresh(tiny):
+    """What a new sampler gives for each of these calls, by kind of model."""
+
+    def answer(kind, i):
+        prompts, group_size, temperature = CALLS[i]
+        return generate(Sampler([tiny[kind]], **OPTIONS), group_size, temperature, i, prompts)
+
+    return {kind: [answer(kind, i) for i in range(len(CALLS))] for kind in ("qwen2", "gpt2")}
+
+
+def assert_calls_do_not_disturb_one_another(sampler, fresh, release):
     for i, (prompts, group_size, temperature) in enumerate(CALLS):
-        fresh = Sampler([model], **OPTIONS)
-        assert_same(generate(sampler, group_size, temperature, i, prompts),
-                    generate(fresh, group_size, temperature, i, prompts))  # fmt: skip
-        if between:
-            between(sampler.engines[0], i)
+        assert_same(generate(sampler, group_size, temperature, i, prompts), fresh[i])
+        if release:
+            sampler.engines[0].release()
 
 
-@pytest.mark.parametrize("rollout_batch", [0, 8])
 @pytest.mark.parametrize("release", [False, True])
-@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
-def test_calls_do_not_disturb_one_another(tiny, kind, release, rollout_batch):
-    assert_calls_do_not_disturb_one_another(
-        tiny[kind], between=(lambda engine, _: engine.release()) if release else None, rollout_batch=rollout_batch
-    )
+@pytest.mark.parametrize(("kind", "rollout_batch"), [("qwen2", 0), ("qwen2", 8), ("gpt2", 0)])
+def test_calls_do_not_disturb_one_another(tiny, fresh, kind, rollout_batch, release):
+    sampler = Sampler([tiny[kind]], **OPTIONS, rollout_batch=rollout_batch)
+    assert_calls_do_not_disturb_one_another(sampler, fresh[kind], release)
 
 
 def test_memory_grows_when_it_has_to_and_can_be_given_back(tiny):
@@ -257,21 +262,20 @@ def test_a_sampler_works_again_after_weights_were_broken_and_repaired(tiny):
 
 
 def plain_flash(q, k, v, offsets, starts, longest, capacity, scaling, used):
-    """What the kernel computes, one segment at a time; segments without queries are not looked at."""
-    out, lse = torch.full_like(q, torch.nan), torch.full((q.shape[1], q.shape[0]), torch.nan)
-    repeats = q.shape[1] // k.shape[1]
+    """What the kernel computes, from its definition, after a look at everything it would not check itself."""
     assert offsets.dtype == starts.dtype == used.dtype == torch.int32
     assert len(offsets) == len(starts) == len(used) + 1 and offsets[0] == 0 and offsets[-1] == len(q)
-    bounds = offsets[:-1], offsets[1:], starts[:-1], used
-    for begin, end, start, n in torch.stack(bounds, 1).tolist():
-        assert 0 <= end - begin <= longest and 1 <= n <= capacity and 0 <= start <= len(k) - n
-        if begin < end:
-            queries = q[begin:end].transpose(0, 1)
-            keys, values = (x[start : start + n].transpose(0, 1).repeat_interleave(repeats, 0) for x in (k, v))
-            scores = queries @ keys.transpose(1, 2) * scaling
-            lse[:, begin:end] = scores.logsumexp(-1)
-            out[begin:end] = (scores.softmax(-1) @ values).transpose(0, 1)
-    return out, lse
+    queries = offsets.diff()
+    assert (queries >= 0).all() and (queries <= longest).all() and (used >= 1).all() and (used <= capacity).all()
+    assert (starts >= 0).all() and (starts[:-1] + used <= len(k)).all()
+    segment = torch.arange(len(used)).repeat_interleave(queries)  # of each query
+    place = torch.arange(int(used.max()))
+    seen = place < used[segment, None]
+    at = torch.where(seen, starts[segment, None] + place, 0)
+    repeats = q.shape[1] // k.shape[1]
+    keys, values = (x[at].masked_fill(~seen[..., None, None], 0.0).repeat_interleave(repeats, 2) for x in (k, v))
+    scores = torch.einsum("nhd,nlhd->hnl", q, keys).mul(scaling).masked_fill(~seen, -torch.inf)
+    return torch.einsum("hnl,nlhd->nhd", scores.softmax(-1), values), scores.logsumexp(-1)
 
 
 class Graph:
@@ -311,7 +315,7 @@ def as_on_gpu(monkeypatch):
     under_capture = []
 
     @contextmanager
-    def capture_into(graph, pool=None):
+    def capture_into(graph, pool=None, capture_error_mode="global"):
         under_capture.append(graph)
         yield
         under_capture.pop()
@@ -360,14 +364,13 @@ def as_on_gpu(monkeypatch):
     return prepare
 
 
-@pytest.mark.parametrize("rollout_batch", [0, 4, 9, 20])
-@pytest.mark.parametrize("group_size", [1, 4])
+@pytest.mark.parametrize(("group_size", "rollout_batch"), [(1, 0), (1, 4), (4, 0), (4, 4), (4, 9), (4, 20)])
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
 def test_every_arrangement_of_the_gpu_gives_the_same_completions(
     tiny, expected, as_on_gpu, kind, group_size, rollout_batch
 ):
     sampler = as_on_gpu(Sampler([tiny[kind]], **OPTIONS, rollout_batch=rollout_batch))
-    for temperature in (1.0, 0):
+    for temperature in (1.0, 0)[: 1 if rollout_batch else 2]:
         assert_same(generate(sampler, group_size, temperature), expected(kind, group_size, temperature))
     batches = [b for _, b in as_on_gpu.arranged]
     assert all(sum(rows) <= b <= max(8, group_size * len(PROMPTS)) for rows, b in as_on_gpu.arranged)
@@ -376,7 +379,7 @@ def test_every_arrangement_of_the_gpu_gives_the_same_completions(
         assert any(sum(rows) < b for rows, b in as_on_gpu.arranged)  # with padding
     if (group_size, rollout_batch) == (4, 0):
         assert {28, 16, 8} == set(batches) == set(as_on_gpu.captures)
-    if 0 < rollout_batch < group_size * len(PROMPTS):
+    if group_size == 4 and rollout_batch:
         entered = [sum(b) for b, _ in as_on_gpu.arranged]
         assert any(later > earlier for earlier, later in itertools.pairwise(entered))
 
@@ -393,13 +396,12 @@ def test_rows_that_have_ended_do_nothing_until_they_leave(tiny, expected, as_on_
     assert_same(generate(sampler, 4), expected("qwen2", 4))
 
 
-@pytest.mark.parametrize("rollout_batch", [0, 8])
-@pytest.mark.parametrize("release", [False, True])
-def test_calls_do_not_disturb_one_another_as_on_a_gpu(tiny, as_on_gpu, release, rollout_batch):
-    assert_calls_do_not_disturb_one_another(
-        tiny["qwen2"], as_on_gpu, (lambda decoder, _: decoder.release()) if release else None,
-        rollout_batch=rollout_batch,
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "rollout_batch", "release"), [("qwen2", 0, False), ("qwen2", 8, True), ("gpt2", 8, False)]
+)
+def test_calls_do_not_disturb_one_another_as_on_a_gpu(tiny, fresh, as_on_gpu, kind, rollout_batch, release):
+    sampler = as_on_gpu(Sampler([tiny[kind]], **OPTIONS, rollout_batch=rollout_batch))
+    assert_calls_do_not_disturb_one_another(sampler, fresh[kind], release)
 
 
 @pytest.mark.parametrize("options", [
@@ -412,8 +414,8 @@ def test_options_of_sampling_hold_as_on_a_gpu(tiny, as_on_gpu, options):
     assert_same(generate(sampler, 4), generate(Sampler([tiny["qwen2"]], **options), 4))
 
 
-def test_graphs_are_kept_as_long_as_memory_stays_where_it_is(tiny, as_on_gpu):
-    model = copy.deepcopy(tiny["qwen2"])
+def test_graphs_are_kept_as_long_as_memory_stays_where_it_is(as_on_gpu):
+    model = tiny_model("qwen2", num_hidden_layers=1)
     sampler = as_on_gpu(Sampler([model], **OPTIONS))
     decoder, captures = sampler.engines[0], as_on_gpu.captures
 
@@ -423,7 +425,7 @@ def test_graphs_are_kept_as_long_as_memory_stays_where_it_is(tiny, as_on_gpu):
         return len(captures) - known
 
     first = new_graphs()
-    assert first == len(decoder.graphs) == 3
+    assert first == len(decoder.graphs) > 1
     assert new_graphs() == 0
     assert new_graphs(prompts=PROMPTS[::-1]) == 0  # other prompts
     assert new_graphs(temperature=0.5) > 0  # another distribution, beside the others
@@ -440,13 +442,13 @@ def test_graphs_are_kept_as_long_as_memory_stays_where_it_is(tiny, as_on_gpu):
     assert_same(after, generate(Sampler([model], **OPTIONS), 4))
     # weights elsewhere
     model.model.norm.weight.data = model.model.norm.weight.data.clone()
-    assert new_graphs() == 3 == len(decoder.graphs)
+    assert new_graphs() == len(decoder.graphs) > 0
     # a cache that has to grow: for more rows, for longer prompts
     assert new_graphs(8) == len(decoder.graphs) and new_graphs(8) == 0
     assert new_graphs() > 0 and new_graphs(8) == 0
     assert new_graphs(8, prompts=[*PROMPTS[:6], [4] * 40]) == len(decoder.graphs)
     decoder.release()
-    assert not decoder.graphs and new_graphs() == 3
+    assert not decoder.graphs and new_graphs() == len(decoder.graphs) > 0
 
 
 def test_a_step_that_is_tried_touches_no_row(tiny, as_on_gpu, monkeypatch):
@@ -478,15 +480,15 @@ def test_a_step_that_is_tried_touches_no_row(tiny, as_on_gpu, monkeypatch):
 def test_broken_weights_stop_the_rollout_as_on_a_gpu(tiny, as_on_gpu):
     model = copy.deepcopy(tiny["gpt2"])
     sampler = as_on_gpu(Sampler([model], **OPTIONS))
-    before = generate(sampler, 4)
+    before = generate(sampler, 2)
     good = model.transformer.wpe.weight.data.clone()
     for place in (0, 12):  # of a prompt, of completions only
         model.transformer.wpe.weight.data[place] = torch.nan
         for temperature in (0, 1.0):
             with pytest.raises(FloatingPointError, match="not finite"):
-                generate(sampler, 4, temperature)
+                generate(sampler, 2, temperature)
         model.transformer.wpe.weight.data.copy_(good)
-        assert_same(generate(sampler, 4), before)
+        assert_same(generate(sampler, 2), before)
 
 
 def test_adapters_are_merged_where_graphs_read(tiny, as_on_gpu):

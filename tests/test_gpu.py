@@ -1,23 +1,28 @@
 """What only a GPU can show; every test is skipped where there are fewer than it needs."""
 
 import copy
+import gc
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import build_model
+from conftest import TINY, build_model, tiny_model
 from safetensors.torch import load_file
 from test_checkpoint import Config, save
 from torch import nn
 
 from common import checkpoint, logprobs, losses, models, optim
-from common.rollout import generate
+from common.cache import FlashCache, SdpaCache
+from common.rollout import RolloutBatch, Sampler
 
 FAMILIES = ["qwen2", "gpt2"]
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15, 16, 17], [20], [21, 22, 23, 24, 25]]
-SAMPLING = dict(group_size=4, max_new_tokens=12, temperature=1.0, end_ids=[3], pad_id=0)
+OPTIONS = dict(end_ids=[3], pad_id=0, max_new_tokens=12)
+MIXED = dict(end_ids=[3, 40, 41, 42, 43, 44], pad_id=0, max_new_tokens=40)  # rows end at many different times
+FIXED = dict(end_ids=[999], pad_id=0, max_new_tokens=20)  # and here all at once
 TORCHRUN = [Path(sys.executable).with_name("torchrun"), "--nproc_per_node=2"]
+MIB = 2**20
 pytestmark = pytest.mark.gpu
 
 
@@ -34,11 +39,64 @@ def policy_on(folder, device, dtype="fp32"):
     return models.load_policy(str(folder), device, dtype)[1]
 
 
-def micro_batches(model, minibatches: int = 2, micro_batch_size: int = 3):
+def tiny_on(device, kind, dtype=torch.bfloat16, **options):
+    """A tiny model, with matrix products as `models.load_policy` sets them."""
+    half = dtype != torch.float32
+    torch.set_float32_matmul_precision("high" if half else "highest")
+    return tiny_model(kind, initializer_range=0.2 if half else 0.3, **options).to(device, dtype)
+
+
+def rollout(model, prompts=PROMPTS, group_size=4, temperature=1.0, seed=0, compile=False, **options) -> RolloutBatch:
+    """What a new sampler gives, for one model or a list of replicas."""
+    replicas = model if isinstance(model, list) else [model]
+    sampler = Sampler(replicas, **{**OPTIONS, **options}, compile=compile)
+    return sampler.generate(prompts, group_size=group_size, temperature=temperature, seed=seed)
+
+
+def flash_sampler(model, compile=False, **options) -> Sampler:
+    """A sampler that decodes by CUDA graphs."""
+    sampler = Sampler([model], **options, compile=compile)
+    engine = sampler.engines[0]
+    assert isinstance(engine.cache, FlashCache) and engine.use_graphs and bool(engine.compiled_layers) == compile
+    return sampler
+
+
+def generate(sampler, prompts=PROMPTS, group_size=4, temperature=1.0, **which) -> RolloutBatch:
+    return sampler.generate(prompts, group_size=group_size, temperature=temperature, **which)
+
+
+def completions(batch) -> list[list[int]]:
+    return [ids[:n] for ids, n in zip(batch.completion_ids.tolist(), batch.lengths.tolist(), strict=True)]
+
+
+def assert_log_probs(model, batch, temperature=1.0) -> None:
+    """Against a forward pass over each sequence alone, by transformers' attention and with logits in fp32."""
+    plain = copy.deepcopy(model)
+    plain.set_attn_implementation("sdpa")
+    differences = []
+    for i, completion in enumerate(completions(batch)):
+        prompt = batch.prompt_ids[i][batch.prompt_mask[i]].tolist()
+        with torch.no_grad():
+            ids = torch.tensor([prompt + completion], device=model.device)
+            hidden = plain.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0, len(prompt) - 1 : -1]
+            logps = (logprobs.vocabulary_logits(plain, hidden) / temperature).log_softmax(-1)
+        expected = logps.gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+        differences.append(expected - batch.rollout_logps[i, : len(completion)])
+        assert not batch.rollout_logps[i, len(completion) :].any()
+    largest = max(difference.abs().max().item() for difference in differences)
+    mean = sum(difference.mean().item() for difference in differences) / len(differences)
+    # bf16 keeps 8 bits, and logits of these models are large; a wrong key or position would give 1 and more
+    limits = (1e-4, 1e-4) if model.dtype == torch.float32 else (0.25, 0.02)
+    assert largest < limits[0] and abs(mean) < limits[1], (largest, mean)
+
+
+def micro_batches(model, minibatches: int = 2, micro_batch_tokens: int = 40):
     """A rollout of the model as the update sees it, advantages and old log-probabilities included."""
-    batch = generate([model], PROMPTS, **SAMPLING)
-    micros = [m for minibatch in batch.minibatches(minibatches, micro_batch_size) for m in minibatch]
-    logprobs.fill(micros, "old_logps", logprobs.LogProbs(model, 1.0), model.device)
+    policy = logprobs.LogProbs(model, 1.0)
+    batch = rollout(model)
+    micros = [m for part in batch.minibatches(minibatches, micro_batch_tokens, policy.packed) for m in part]
+    assert len(micros) > minibatches
+    logprobs.fill(micros, "old_logps", policy, model.device)
     for micro in micros:
         micro.advantages = torch.linspace(-1, 1, len(batch), device=model.device)[micro.rows.to(model.device)]
     return micros
@@ -48,27 +106,40 @@ def micro_batches(model, minibatches: int = 2, micro_batch_size: int = 3):
 
 
 @needs(1)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_rollout_is_that_of_transformers(model_folders, cuda, family):
-    model = policy_on(model_folders[family], cuda).eval()
-    batch = generate([model], PROMPTS, **{**SAMPLING, "temperature": 0, "group_size": 1})
-    width = max(map(len, PROMPTS))
-    ids = torch.tensor([[0] * (width - len(p)) + p for p in PROMPTS], device=cuda)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in PROMPTS], device=cuda)
-    expected = model.generate(input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=12, eos_token_id=3,
-                              pad_token_id=0)[:, width:]  # fmt: skip
+@pytest.mark.parametrize("kind", TINY)
+def test_greedy_rollout_is_that_of_transformers(cuda, kind):
+    plain = tiny_on(cuda, kind, torch.float32)
+    sampler = Sampler([copy.deepcopy(plain)], **MIXED)
+    assert isinstance(sampler.engines[0].cache, SdpaCache)
+    batch = generate(sampler, group_size=1, temperature=0)
+    expected = plain.generate(input_ids=batch.prompt_ids, attention_mask=batch.prompt_mask.long(), do_sample=False,
+                              max_new_tokens=40, eos_token_id=MIXED["end_ids"], pad_token_id=0)[:, 9:]  # fmt: skip
     assert batch.completion_ids.device == cuda
-    for own, theirs, length in zip(batch.completion_ids, expected, batch.lengths.tolist(), strict=True):
-        assert own[:length].tolist() == theirs[:length].tolist()
+    for own, theirs in zip(completions(batch), expected.tolist(), strict=True):
+        assert own == theirs[: len(own)] and not any(theirs[len(own) :])
+    few = generate(Sampler([copy.deepcopy(plain)], **MIXED, rollout_batch=2), group_size=1, temperature=0)
+    assert completions(few) == completions(batch)
 
 
 @needs(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_gpu_samples_what_the_cpu_samples(model_folders, cuda, family):
-    on_gpu = generate([policy_on(model_folders[family], cuda)], PROMPTS, **SAMPLING, seed=1)
-    on_cpu = generate([policy_on(model_folders[family], torch.device("cpu"))], PROMPTS, **SAMPLING, seed=1)
+    on_gpu = rollout(policy_on(model_folders[family], cuda), seed=1)
+    on_cpu = rollout(policy_on(model_folders[family], torch.device("cpu")), seed=1)
     assert on_gpu.completion_ids.tolist() == on_cpu.completion_ids.tolist()
     assert on_gpu.truncated.tolist() == on_cpu.truncated.tolist()
+    assert (on_gpu.rollout_logps.cpu() - on_cpu.rollout_logps).abs().max() <= 1e-4
+
+
+@needs(1)
+@pytest.mark.parametrize("rollout_batch", [0, 5, 16])
+def test_rows_that_ended_and_prompts_that_wait_change_nothing_in_fp32(cuda, rollout_batch):
+    # without graphs, rows that ended are computed until the next look
+    model = tiny_on(cuda, "qwen2", torch.float32)
+    batch = rollout(model, PROMPTS * 3, **MIXED, rollout_batch=rollout_batch)
+    on_cpu = rollout(tiny_model("qwen2"), PROMPTS * 3, **MIXED)
+    assert completions(batch) == completions(on_cpu) and len(set(batch.lengths.tolist())) > 10
+    assert_log_probs(model, batch)
 
 
 @needs(1)
@@ -76,7 +147,8 @@ def test_the_gpu_samples_what_the_cpu_samples(model_folders, cuda, family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_before_the_first_update_every_ratio_is_exactly_1(model_folders, cuda, family, dtype):
     model = policy_on(model_folders[family], cuda, dtype)
-    policy = logprobs.LogProbs(model, 1.0)
+    policy = logprobs.LogProbs(model, 1.0, compile=False)
+    assert policy.packed
     for micro in micro_batches(model):
         logps, _ = policy(*micro.tokens)  # with gradients, as the update does
         assert logps.requires_grad and logps.dtype == torch.float32
@@ -132,6 +204,181 @@ def test_a_checkpoint_of_a_gpu_comes_back(model_folders, cuda, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
 
 
+# ---- one GPU, half precision: flash attention and CUDA graphs ----
+
+COMPILED = [("qwen2", True), ("gpt2", True)]
+
+
+@needs(1)
+@pytest.mark.parametrize("rollout_batch", [0, 12])
+@pytest.mark.parametrize(("kind", "compile"), [*((kind, False) for kind in TINY), *COMPILED])
+def test_log_probabilities_in_bf16_are_those_of_a_full_forward_pass(cuda, kind, compile, rollout_batch):
+    model = tiny_on(cuda, kind)
+    sampler = flash_sampler(model, compile, **MIXED, rollout_batch=rollout_batch)
+    for temperature in (1.0, 0.7):
+        batch = generate(sampler, PROMPTS * 2, group_size=6, temperature=temperature)
+        assert_log_probs(model, batch, temperature)
+        # mixed lengths: the batch got smaller, and no row went on after its end
+        ends = set(MIXED["end_ids"])
+        assert len(set(batch.lengths.tolist())) > 5 and not any(ends & {*row[:-1]} for row in completions(batch))
+        assert batch.truncated.tolist() == [row[-1] not in ends for row in completions(batch)]
+    sizes = {key[0] for key in sampler.engines[0].graphs}
+    assert len(sizes) > 1 and max(sizes) == (12 if rollout_batch else 48)
+    assert sampler.engines[0].name.startswith("flash attention, shared prompts, CUDA graphs")
+
+
+@needs(1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_greedy_rows_of_a_group_are_the_same_in_half_precision(cuda, dtype):
+    batch = generate(flash_sampler(tiny_on(cuda, "qwen2", dtype), **MIXED), group_size=8, temperature=0)
+    rows = completions(batch)
+    for i in range(len(PROMPTS)):
+        assert rows[8 * i : 8 * i + 8] == [rows[8 * i]] * 8
+
+
+@needs(1)
+@pytest.mark.parametrize(("kind", "compile"), [("qwen2", False), ("gpt2", False), *COMPILED])
+def test_the_same_seed_gives_the_same_tokens_twice(cuda, kind, compile):
+    model = tiny_on(cuda, kind)
+    sampler = flash_sampler(model, compile, **MIXED)
+    first = generate(sampler, seed=3, step=7)
+    other = generate(sampler, seed=3, step=8)
+    assert completions(other) != completions(first)
+    generate(sampler, PROMPTS[:3], group_size=1, temperature=0)  # an evaluation in between
+    for again in (sampler, flash_sampler(model, compile, **MIXED)):
+        batch = generate(again, seed=3, step=7)
+        assert completions(batch) == completions(first)
+        assert torch.equal(batch.rollout_logps, first.rollout_logps)
+    sampler.engines[0].release()
+    assert completions(generate(sampler, seed=3, step=7)) == completions(first)
+
+
+@needs(1)
+@pytest.mark.parametrize(("kind", "compile"), [("qwen2", False), *COMPILED])
+def test_weights_changed_in_place_change_the_output_without_another_capture(cuda, kind, compile):
+    model = tiny_on(cuda, kind)
+    sampler = flash_sampler(model, compile, **FIXED)
+    before, graphs = generate(sampler), dict(sampler.engines[0].graphs)
+    assert completions(generate(sampler)) == completions(before)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)).to(p))
+    after = generate(sampler)
+    assert graphs and sampler.engines[0].graphs == graphs
+    assert completions(after) != completions(before)
+    assert completions(after) == completions(generate(flash_sampler(model, compile, **FIXED)))
+    assert_log_probs(model, after)
+    model.get_input_embeddings().weight.data = model.get_input_embeddings().weight.data.clone()  # and elsewhere
+    assert completions(generate(sampler)) == completions(after)
+    assert not set(graphs.values()) & set(sampler.engines[0].graphs.values())
+
+
+@needs(1)
+@pytest.mark.parametrize("options", [dict(top_k=5), dict(top_p=0.7), dict(min_p=0.2), dict(min_new_tokens=6),
+                                     dict(suppressed_ids=[5, 9, 20, 21, 22])], ids=str)  # fmt: skip
+@pytest.mark.parametrize("compile", [False, True])
+def test_no_forbidden_token_is_drawn(cuda, options, compile):
+    batch = generate(flash_sampler(tiny_on(cuda, "qwen2"), compile, **MIXED, **options), group_size=16)
+    ends, suppressed = set(MIXED["end_ids"]), set(options.get("suppressed_ids", ()))
+    rows, start = completions(batch), options.get("min_new_tokens", 0)
+    assert not any(suppressed & {*row} or ends & {*row[:start]} for row in rows)
+    logps = batch.rollout_logps[batch.sampled_mask]
+    assert logps.isfinite().all() and logps.max() <= 1e-5
+    if "top_k" in options:  # of the 16 rows of a group no more than 5 begin differently
+        assert all(len({row[0] for row in rows[i : i + 16]}) <= 5 for i in range(0, len(rows), 16))
+
+
+def allocated() -> int:
+    """Bytes of all tensors on the GPU."""
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def larger_model(device):
+    """2 KiB of cache per token."""
+    return tiny_on(device, "qwen3", head_dim=64, num_hidden_layers=4, max_position_embeddings=1024)
+
+
+@needs(1)
+def test_memory_that_is_released_is_free(cuda):
+    sampler = flash_sampler(larger_model(cuda), **{**FIXED, "max_new_tokens": 256})
+    engine = sampler.engines[0]
+    generate(sampler, group_size=16)
+    engine.release()
+    free = allocated()
+    for _ in range(2):
+        generate(sampler, group_size=16)
+        # 64 rows of 256 tokens, and 4 prompts of 9
+        assert (64 * 256 + 4 * 9) * 2048 <= engine.cache_bytes <= allocated() - free
+        engine.release()
+        assert engine.cache_bytes == 0 and not engine.graphs
+        assert allocated() <= free + MIB
+
+
+@needs(1)
+@pytest.mark.parametrize("compile", [False, True])
+def test_memory_does_not_grow_from_rollout_to_rollout(cuda, compile):
+    sampler = flash_sampler(larger_model(cuda), compile, **{**MIXED, "max_new_tokens": 64})
+    generator, peaks = torch.Generator().manual_seed(0), []
+    lengths = [[100] * 8, *(torch.randint(1, 100, (8,), generator=generator).tolist() for _ in range(19))]
+    for step in range(2):
+        for i, numbers in enumerate(lengths):
+            prompts = [[4 + (i + k) % 50] * n for k, n in enumerate(numbers)]
+            generate(sampler, prompts, group_size=8, step=step)
+        peaks.append((allocated(), torch.cuda.memory_reserved()))
+    assert peaks[1][0] <= peaks[0][0] + MIB and peaks[1][1] <= peaks[0][1] + 32 * MIB
+    # one graph for each size of the batch: 64, 32, 16, 8; bounds are powers of two
+    assert len(sampler.engines[0].graphs) <= 4 * 2
+
+
+@needs(1)
+def test_a_group_that_does_not_fit_is_refused(cuda):
+    sampler = flash_sampler(larger_model(cuda), **{**FIXED, "max_new_tokens": 2**20})
+    with pytest.raises(ValueError, match="lower one of them"):
+        generate(sampler, PROMPTS[:1], group_size=2**7)  # 256 GiB
+    assert completions(generate(flash_sampler(larger_model(cuda), **FIXED)))
+
+
+@needs(1)
+@pytest.mark.parametrize("engine", [True, False])
+def test_adapters_are_merged_where_graphs_read(cuda, engine):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(tiny_on(cuda, "qwen2"), lora)
+    base = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    before, places = {name: p.clone() for name, p in base.items()}, [p.data_ptr() for p in base.values()]
+    sampler = flash_sampler(model, **FIXED)
+    if not engine:
+        sampler.engines = [None]
+    for _ in range(2):
+        merged = flash_sampler(copy.deepcopy(model).merge_and_unload(), **FIXED)
+        if not engine:
+            merged.engines = [None]
+        assert completions(generate(sampler)) == completions(generate(merged))
+        assert all(torch.equal(p, before[name]) for name, p in base.items())
+        assert [p.data_ptr() for p in base.values()] == places
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.requires_grad:
+                    p.mul_(-1.5)
+
+
+@needs(1)
+@pytest.mark.parametrize("compile", [False, True])
+def test_broken_weights_stop_the_rollout_and_leave_the_gpu_usable(cuda, compile):
+    model = tiny_on(cuda, "gpt2")
+    sampler = flash_sampler(model, compile, **FIXED)
+    before, good = generate(sampler), model.transformer.wpe.weight.data.clone()
+    for place in (0, 15):  # of every prompt; of completions only
+        model.transformer.wpe.weight.data[place] = torch.nan
+        for temperature in (0, 1.0):
+            with pytest.raises(FloatingPointError, match="not finite"):
+                generate(sampler, temperature=temperature)
+        model.transformer.wpe.weight.data.copy_(good)
+        assert completions(generate(sampler)) == completions(before)
+
+
 # ---- two GPUs, one process ----
 
 
@@ -141,7 +388,7 @@ def test_a_checkpoint_of_a_gpu_comes_back(model_folders, cuda, tmp_path):
 def test_data_parallel_is_one_gpu(model_folders, cuda, family, rows):
     model = policy_on(model_folders[family], cuda)
     other = copy.deepcopy(model)
-    micro = micro_batches(model, minibatches=1, micro_batch_size=rows)[0]
+    micro = rollout(model).select(3 * torch.arange(rows))
     weights = torch.linspace(-1, 2, rows, device=cuda)[:, None]
     results = []
     for policy in (logprobs.LogProbs(model, 1.0), nn.DataParallel(logprobs.LogProbs(other, 1.0), device_ids=[0, 1])):
@@ -157,14 +404,23 @@ def test_data_parallel_is_one_gpu(model_folders, cuda, family, rows):
 
 
 @needs(2)
-def test_two_replicas_sample_what_one_samples_and_follow_its_weights(model_folders, cuda):
-    model = policy_on(model_folders["qwen2"], cuda)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_two_replicas_sample_what_one_samples_and_follow_its_weights(model_folders, cuda, dtype):
+    model = policy_on(model_folders["qwen2"], cuda, dtype)
     devices = (cuda, torch.device("cuda", 1))
     replicas = models.replicate(model, devices)
     assert tuple(replica.device for replica in replicas) == devices and replicas[0] is model
+    sampler = Sampler(replicas, **OPTIONS, compile=False)
     for _ in range(2):
-        one, two = generate([model], PROMPTS, **SAMPLING), generate(replicas, PROMPTS, **SAMPLING)
-        assert two.completion_ids.device == cuda and two.completion_ids.tolist() == one.completion_ids.tolist()
+        two = generate(sampler)
+        assert two.completion_ids.device == two.rollout_logps.device == cuda
+        assert_log_probs(model, two)
+        if dtype == "fp32":
+            assert two.completion_ids.tolist() == rollout(model).completion_ids.tolist()
+        else:  # the share of each GPU, as one GPU computes it
+            one = Sampler([model], **OPTIONS, compile=False)
+            shares = generate(one, PROMPTS[:2]), generate(one, PROMPTS[2:], prompt_numbers=[2, 3])
+            assert completions(two) == completions(shares[0]) + completions(shares[1])
         # then with other weights
         with torch.no_grad():
             for p in model.parameters():

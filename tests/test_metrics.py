@@ -21,8 +21,11 @@ def rollout(lengths, truncated=None) -> RolloutBatch:
     lengths = torch.tensor(lengths)
     ids = torch.ones(B, C, dtype=torch.long)
     mask = torch.arange(C) < lengths[:, None]
-    truncated = torch.tensor(truncated or [False] * B)
-    return RolloutBatch(ids, ids > 0, ids, mask, lengths, truncated, torch.arange(B))
+    return RolloutBatch(
+        prompt_ids=ids, prompt_mask=ids > 0, completion_ids=ids, sampled_mask=mask, completion_mask=mask,
+        rollout_logps=torch.zeros(B, C), prompt_lengths=torch.full((B,), C), lengths=lengths,
+        truncated=torch.tensor(truncated or [False] * B), trained=torch.ones(B).bool(), rows=torch.arange(B),
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -107,6 +110,61 @@ def test_phases_are_timed(log, monkeypatch):
     assert (line["seconds_rollout"], line["seconds_score"], line["seconds_update"]) == (0.5, 2.0, 3.0)
     assert line["seconds"] == 5.5
     assert line["tokens_per_second"] == 2.0  # 11 tokens
+
+
+def test_saving_is_timed_in_a_line_of_its_own(log, monkeypatch):
+    with log.time("rollout"), log.time("update"):
+        pass
+    line = end_step(log, 3)
+    now = iter([10.0, 12.5])
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(now))
+    with log.time_save(3):
+        pass
+    assert lines(log) == [line, {"step": 3, "seconds_save": 2.5}]  # the step was written before it was saved
+
+
+def test_a_checkpoint_that_could_not_be_written_has_no_time(log):
+    with pytest.raises(OSError, match="disk full"), log.time_save(3):
+        raise OSError("disk full")
+    assert not (log.out_dir / "metrics.jsonl").exists()
+
+
+def test_numbers_leave_the_device_once_per_step(log, monkeypatch):
+    # each transfer by itself would make the host wait for the GPU; here every way out of a tensor is counted
+    read = []
+
+    def counted(name):
+        real = getattr(torch.Tensor, name)
+
+        def way_out(tensor, *args, **kwargs):
+            read.append(name)
+            return real(tensor, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, way_out)
+
+    log.add_rollout(rollout([4, 4]), torch.tensor([[1.0, 0.0]]), {"reward": torch.tensor([1.0, 0.0])})
+    with log.time("update"):
+        for name in ("item", "tolist", "numpy", "cpu", "to", "__float__", "__int__", "__bool__", "__array__"):
+            counted(name)
+        for i in range(1, 4):
+            values = torch.arange(3.0) * i
+            log.add(i, loss=values[0], clip_fraction=values[1], ratio_max=values[2], out_of_range=values[0] > 1)
+            log.add(torch.tensor(2.0), entropy=values[1])
+            log.add(grad_norm=values[2], skipped_updates=float(i == 2))
+        assert read == []
+    log.end_step(1, learning_rate=1e-6)
+    assert read == ["tolist"]
+    monkeypatch.undo()
+    (line,) = lines(log)
+    assert line["clip_fraction"] == pytest.approx((1 + 4 + 9) / 6) and line["ratio_max"] == 6.0
+    assert line["entropy"] == 2.0 and line["grad_norm"] == 4.0 and line["skipped_updates"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
+def test_tensors_of_any_kind_are_averaged(log, dtype):
+    for value in (0, 1, 1, 1):
+        log.add(value=torch.tensor(value, dtype=dtype, requires_grad=dtype.is_floating_point))
+    assert end_step(log)["value"] == 0.75
 
 
 def test_memory_is_that_of_each_device_and_process(log):
@@ -239,11 +297,12 @@ def test_lines_of_later_steps_and_one_cut_off_are_removed(tmp_path):
     path = write(
         tmp_path / "metrics.jsonl",
         '{"step": 0, "eval_reward": 0.1}\n', '{"step": 1}\n', '{"step": 2}\n', '{"step": 2, "eval_reward": 0.5}\n',
-        '{"step": 3}\n', '{"step": 4, "los',
+        '{"step": 2, "seconds_save": 0.1}\n', '{"step": 3}\n', '{"step": 3, "seconds_save": 0.1}\n', '{"step": 4, "los',
     )  # fmt: skip
     keep_lines(path, 2)
     assert path.read_text() == (
         '{"step": 0, "eval_reward": 0.1}\n{"step": 1}\n{"step": 2}\n{"step": 2, "eval_reward": 0.5}\n'
+        '{"step": 2, "seconds_save": 0.1}\n'
     )
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -281,11 +340,15 @@ def test_a_resumed_log_goes_on_after_the_checkpoint(tmp_path):
     for step in (1, 2, 3):
         end_step(first, step)
         first.samples(step, examples(1), ["x", "y"], [1.0, 0.0], show=False)
+        if step >= 2:
+            with first.time_save(step):
+                pass
     first.close()
     second = Log(str(tmp_path), 2, 10, [CPU])
     end_step(second, 3)
     second.close()
-    assert [line["step"] for line in lines(second)] == [0, 1, 2, 3]
+    assert [line["step"] for line in lines(second)] == [0, 1, 2, 2, 3]
+    assert [line["step"] for line in lines(second) if "seconds_save" in line] == [2]
     assert [line["step"] for line in lines(second, "samples.jsonl")] == [1, 2]
 
 
@@ -312,13 +375,15 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     log.add(0, entropy=0.0)
     line = end_step(log, 1, learning_rate=1e-3)
     log.eval(1, eval_reward=0.75)
+    with log.time_save(1):
+        pass
     log.close()
     assert [path.name.split(".")[0] for path in (tmp_path / "tensorboard").iterdir()] == ["events"]
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     written = set(events.Tags()["scalars"])
     numbers = {name for name, value in line.items() if isinstance(value, float)}
-    assert written == numbers | {"eval_reward"} and "entropy" not in written
+    assert written == numbers | {"eval_reward", "seconds_save"} and "entropy" not in written
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 0.5)]
     assert [(e.step, e.value) for e in events.Scalars("eval_reward")] == [(1, 0.75)]
 
@@ -342,6 +407,8 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
         pass
     log.end_step(1)
     log.eval(1, eval_reward=1.0)
+    with log.time_save(1):
+        pass
     log.samples(1, examples(1), ["x", "y"], [1.0, 0.0], show=True)
     log.say("hello")
     log.close()

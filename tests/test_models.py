@@ -27,13 +27,14 @@ from common.models import (
     load_frozen,
     load_policy,
     load_tokenizer,
+    merged_adapters,
     pick_dtype,
     refresh,
     repair_padding,
     replicate,
     warn_learning_rate,
 )
-from common.rollout import generate
+from common.rollout import Sampler
 
 CPU = torch.device("cpu")
 FAMILIES = ["qwen2", "gpt2"]
@@ -222,6 +223,17 @@ def test_weights_are_those_of_the_folder(model_folders):
         assert torch.equal(ours, theirs), name
 
 
+def test_fp32_is_multiplied_in_fp32(model_folders):
+    # TF32 holds numbers of half precision exactly, and others not
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        load_policy(str(model_folders["qwen2"]), CPU, "fp32")
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 # --- padding ---
 
 WORDS = ["<start>", "<eos>", *"abcdefgh"]
@@ -305,10 +317,11 @@ def test_a_repaired_tokenizer_gives_the_rollout_of_an_explicit_one(family):
         tokenizer.pad_token = pad_token
         repair_padding(tokenizer, model)
         ids = dict(end_ids=end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id)
-        results.append(generate([model], prompts, group_size=3, max_new_tokens=8, temperature=1.0, **ids))
+        results.append(Sampler([model], max_new_tokens=8, **ids).generate(prompts, group_size=3, temperature=1.0))
     for batch in results[1:]:
         assert torch.equal(batch.completion_ids, results[0].completion_ids)
         assert torch.equal(batch.completion_mask, results[0].completion_mask)
+        assert torch.equal(batch.rollout_logps, results[0].rollout_logps)
 
 
 # --- end tokens ---
@@ -339,7 +352,8 @@ def test_end_tokens_survive_saving_and_end_completions(tmp_path):
     # a bias towards token 30: the greedy completion must stop there
     with torch.no_grad():
         model.transformer.ln_f.bias.copy_(50 * model.lm_head.weight[30])
-    batch = generate([model], [[5, 6]], group_size=1, max_new_tokens=9, temperature=0, end_ids=end_ids, pad_id=0)
+    sampler = Sampler([model], end_ids=end_ids, pad_id=0, max_new_tokens=9)
+    batch = sampler.generate([[5, 6]], group_size=1, temperature=0)
     assert batch.completion_ids.tolist() == [[30]] and not batch.truncated.any()
 
 
@@ -465,6 +479,114 @@ def test_one_device_needs_no_copy(model_folders):
     replicas = replicate(model, (CPU,))
     refresh(replicas)
     assert len(replicas) == 1 and replicas[0] is model
+
+
+# --- adapters ---
+
+IDS = torch.arange(4, 20)[None]
+
+
+def adapted(family, dtype=torch.float32, **options):
+    """A model with random adapters, and the weights it had without them, by name."""
+    peft = pytest.importorskip("peft")
+    targets = {"qwen2": ["q_proj", "up_proj"], "gpt2": ["c_attn", "c_fc"]}[family]
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False,
+                             fan_in_fan_out=family == "gpt2", **options)  # fmt: skip
+    torch.manual_seed(1)
+    return peft.get_peft_model(build_model(family).to(dtype), config).eval()
+
+
+def contents(model) -> dict[str, tuple]:
+    """What each parameter holds, and where it lies: a graph of a GPU reads from a place, not from a name."""
+    return {name: (p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
+
+
+def assert_unchanged(model, before) -> None:
+    for name, (place, value) in contents(model).items():
+        assert place == before[name][0] and torch.equal(value, before[name][1]), name
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_are_in_the_weights_meanwhile_and_the_weights_come_back(family, dtype, options):
+    model = adapted(family, dtype, **options)
+    before, logits = contents(model), model(input_ids=IDS).logits
+    with model.disable_adapter():
+        without = model(input_ids=IDS).logits
+    with merged_adapters(model):
+        merged = model(input_ids=IDS).logits
+        places = {name: place for name, (place, _) in contents(model).items()}
+        assert places == {name: place for name, (place, _) in before.items()}
+        changed = [name for name, p in model.named_parameters() if not torch.equal(p, before[name][1])]
+        assert len(changed) == 4 and all("base_layer.weight" in name for name in changed)  # two layers, two in each
+    atol = 1e-4 if dtype == torch.float32 else 0.1 * without.abs().max().item()
+    torch.testing.assert_close(merged.float(), logits.float(), rtol=1e-3, atol=atol)
+    assert (logits - without).abs().max() > 3 * atol
+    assert_unchanged(model, before)
+    assert torch.equal(model(input_ids=IDS).logits, logits)  # the adapters are active again
+    with merged_adapters(model):
+        assert torch.equal(model(input_ids=IDS).logits, merged)
+
+
+def test_weights_come_back_after_an_error_too():
+    model = adapted("qwen2", torch.bfloat16)
+    before, logits = contents(model), model(input_ids=IDS).logits
+    with pytest.raises(ZeroDivisionError), merged_adapters(model):
+        raise ZeroDivisionError
+    assert_unchanged(model, before)
+    assert torch.equal(model(input_ids=IDS).logits, logits)
+
+
+def test_weights_come_back_when_an_adapter_cannot_be_merged(monkeypatch):
+    model = adapted("qwen2", use_dora=True)
+    before, logits = contents(model), model(input_ids=IDS).logits
+    layers = [m for m in model.modules() if hasattr(m, "merge") and hasattr(m, "lora_A")]
+
+    def fail():
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(layers[-1], "merge", fail)  # by then the others have new tensors
+    with pytest.raises(ZeroDivisionError), merged_adapters(model):
+        pytest.fail("entered")
+    assert len(layers) == 4 and not any(layer.merged for layer in layers)
+    assert_unchanged(model, before)
+    assert torch.equal(model(input_ids=IDS).logits, logits)
+
+
+def test_adapters_that_are_merged_or_off_stay_so():
+    model = adapted("qwen2")
+    model.merge_adapter()
+    before, logits = contents(model), model(input_ids=IDS).logits
+    with merged_adapters(model):
+        assert torch.equal(model(input_ids=IDS).logits, logits)
+    assert_unchanged(model, before)
+    assert torch.equal(model(input_ids=IDS).logits, logits)
+    model.unmerge_adapter()
+    model.base_model.disable_adapter_layers()
+    before, logits = contents(model), model(input_ids=IDS).logits
+    with merged_adapters(model):
+        assert_unchanged(model, before)
+        assert torch.equal(model(input_ids=IDS).logits, logits)
+    assert_unchanged(model, before)
+
+
+def test_adapters_can_be_trained_after_they_were_merged():
+    model = adapted("qwen2")
+    with merged_adapters(model):
+        model(input_ids=IDS)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    for name, p in model.named_parameters():
+        assert p.requires_grad == ("lora_" in name)
+        assert not p.requires_grad or p.grad.isfinite().all() and p.grad.any(), name
+
+
+def test_a_model_without_adapters_is_left_alone():
+    model = build_model("qwen2")
+    before = contents(model)
+    with merged_adapters(model):
+        assert_unchanged(model, before)
+    assert_unchanged(model, before)
 
 
 # --- learning rate ---

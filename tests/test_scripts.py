@@ -10,11 +10,13 @@ import pytest
 import torch
 from conftest import REWARD, ROOT, SCRIPTS, Run, assert_equal_weights, build_tokenizer, comparable
 from safetensors.torch import load_file
+from test_parity import assert_close
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from common import checkpoint
 
 ALONE_AND_TOGETHER = pytest.mark.parametrize("script, ranks", [("gspo", 1), ("gspo_ddp", 2)])
+ALL = pytest.mark.parametrize("script, ranks", [("gspo", 1), ("gspo_multigpu", 1), ("gspo_ddp", 2)])
 NEVER_ENDS = {"end_ids=models.end_token_ids(tokenizer, model)": "end_ids=[999]"}  # so every completion is cut off
 
 
@@ -43,6 +45,50 @@ def finite(values) -> bool:
     return all(torch.as_tensor(value).isfinite().all() for value in values)
 
 
+SAMPLING = dict(min_new_tokens=2, top_p=0.875, top_k=11, min_p=0.0625, rollout_batch=8)
+# The reward and the log-probabilities of a step each wait until the other has begun; the sampler says what it is given
+WATCH = """from common.config import require
+
+_begun = {name: __import__("threading").Event() for name in ("reward", "logprobs")}
+
+
+def _meet(own, other):
+    _begun[own].set()
+    met = _begun[other].wait(30)
+    print(f"{own} on rank {distributed.rank()} in {__import__('threading').current_thread().name}: {met}", flush=True)
+
+
+def _fill(*args, real=logprobs.fill):
+    if args[1] == "old_logps":
+        _meet("logprobs", "reward")
+    real(*args)
+
+
+def _sampler(self, replicas, *, real=rollout.Sampler.__init__, **options):
+    print("sampler", sorted(options.items()), flush=True)
+    real(self, replicas, **options)
+
+
+logprobs.fill, rollout.Sampler.__init__ = _fill, _sampler
+"""
+
+
+@pytest.fixture(scope="module")
+def watched(launcher, tmp_path_factory):
+    """Runs of two steps that print what happens in them; tests that ask for the same one share it."""
+    runs = {}
+
+    def get(script: str, ranks: int) -> Run:
+        if script not in runs:
+            edits = {"from common.config import require\n": WATCH}
+            copy = launcher.copy(script, "    _meet('reward', 'logprobs')\n" + REWARD, edits)
+            out_dir = tmp_path_factory.mktemp("watched") / "run"
+            runs[script] = launcher.run(copy, out_dir, ranks, steps=2, eval_data="", compile=False, **SAMPLING)
+        return runs[script].succeeded()
+
+    return get
+
+
 # ---- a run from the command line ----
 
 
@@ -62,10 +108,19 @@ def test_help_has_every_option_with_its_comment(launcher, tmp_path):
     assert "--group_size" in text and "the group mean is the baseline" in " ".join(text.split())
 
 
-def test_every_metric_is_explained(launcher):
+def test_every_metric_is_explained_and_none_is_missing(launcher):
     run = launcher.trained("gspo", steps=6)
-    explained = set(re.findall(r"`(\w+)`", (ROOT / "gspo" / "README.md").read_text()))
-    assert {name for line in run.lines for name in line} - explained == {"reward_reward"}  # `reward_<function>`
+    page = (ROOT / "gspo" / "README.md").read_text()
+    rows = page.split("### Metrics\n")[1].split("\n## ")[0].splitlines()
+    explained = {name for row in rows for name in re.findall(r"`([\w<>]+)`", row.split("|")[1] if "|" in row else "")}
+    written = {name for line in run.lines for name in line}
+    assert written - explained == {"reward_reward"} and explained - written == {"reward_<function>"}
+
+
+@ALL
+def test_how_completions_are_sampled_is_said_once(watched, script, ranks):
+    lines = [line for line in watched(script, ranks).output.splitlines() if line.startswith("rollout: ")]
+    assert lines == ["rollout: PyTorch's attention over a static cache (cpu, float32: no flash kernel)"]
 
 
 def test_the_settings_in_force_are_saved_and_their_files_can_be_read(launcher):
@@ -123,13 +178,13 @@ def test_a_reward_that_is_nan_everywhere_stops_the_run(launcher, tmp_path, scrip
     assert not run.checkpoints and len(run.steps) == 1
 
 
-@pytest.mark.parametrize("script, ranks", [("gspo", 1), ("gspo_multigpu", 1), ("gspo_ddp", 2)])
+@ALL
 def test_a_reward_that_raises_stops_the_run_and_leaves_the_checkpoint(launcher, tmp_path, script, ranks):
     copy = launcher.copy(script, raising_at(2))
     run = launcher.run(copy, tmp_path, ranks, timeout=60, eval_data="", save_every=1)
     failed(run, "reward reward raised ZeroDivisionError on rows 0 to", "the grader is down")
     assert run.checkpoints == ["checkpoint-000001"] and checkpoint.newest(tmp_path)
-    assert [line["step"] for line in run.lines] == [1]
+    assert [line["step"] for line in run.lines] == [1, 1] and "seconds_save" in run.lines[1]
 
 
 def test_a_reward_that_raises_in_the_evaluation_stops_the_run_too(launcher, tmp_path):
@@ -148,14 +203,27 @@ def test_a_reward_that_raises_on_one_rank_stops_both(launcher, tmp_path, rank):
 
 
 @pytest.mark.parametrize(
-    "returned, message",
+    "script, ranks, returned, message",
     [
-        ("[1.0]", "reward reward returned 1 values, expected 16"),
-        ("[float('inf')] * len(completions)", "reward reward is inf in row 0"),
+        ("gspo", 1, "[1.0]", "reward reward returned 1 values, expected 16"),
+        *((script, ranks, "[1.0] * 6 + [float('inf')] + [1.0] * (len(completions) - 7)", "reward reward is inf in row 6")
+          for script, ranks in ALL.args[1]),
     ],
-)
-def test_a_wrong_return_value_is_named(launcher, tmp_path, returned, message):
-    failed(launcher.run(launcher.copy(reward=f"    return {returned}\n"), tmp_path, eval_data=""), message)
+)  # fmt: skip
+def test_a_wrong_return_value_is_named(launcher, tmp_path, script, ranks, returned, message):
+    run = launcher.run(launcher.copy(script, f"    return {returned}\n"), tmp_path, ranks, timeout=60, eval_data="")
+    failed(run, message)
+    assert run.output.count("ValueError: " + message) == ranks and not run.lines
+
+
+@ALL
+def test_rewards_are_computed_in_a_thread_while_log_probs_are(watched, script, ranks):
+    run = watched(script, ranks)
+    for rank in range(ranks):
+        assert run.output.count(f"logprobs on rank {rank} in MainThread: True") == 2
+        threads = re.findall(rf"reward on rank {rank} in (\S+): True", run.output)
+        assert len(threads) == 2 and "MainThread" not in threads
+    assert all(line["seconds_logprobs"] > 0 and line["seconds_score"] > 0 for line in run.steps)
 
 
 def test_a_reward_model_joins_the_reward_function(launcher, tmp_path):
@@ -172,6 +240,48 @@ def test_a_reward_model_joins_the_reward_function(launcher, tmp_path):
     for line in run.steps:
         assert line["reward"] == pytest.approx(line["reward_reward"] + 0.5 * line["reward_reward_model"], rel=1e-4)
         assert line["reward_reward_model"] not in (0.0, None)
+
+
+# ---- sampling ----
+
+# Notes texts and lengths of every training rollout
+NOTING = (
+    "    with open({path!r}, 'a') as file:\n"
+    "        file.write(__import__('json').dumps([completions, columns['completion_tokens']]) + '\\n')\n" + REWARD
+)
+
+
+def groups(launcher, folder, **options) -> tuple[Run, list[list[str]], list[int]]:
+    """A run of one step, the completions of its four groups, and all their lengths."""
+    copy = launcher.copy(reward=NOTING.format(path=str(folder) + ".jsonl"))
+    run = launcher.run(copy, folder, eval_data="", steps=1, **options).succeeded()
+    completions, lengths = json.loads(folder.with_suffix(".jsonl").read_text())
+    return run, [completions[i : i + 4] for i in range(0, 16, 4)], lengths
+
+
+@ALL
+def test_every_option_of_sampling_reaches_the_sampler(watched, script, ranks):
+    run = watched(script, ranks)
+    expected = sorted({**SAMPLING, "max_new_tokens": 8, "compile": False, "end_ids": [3], "pad_id": 0}.items())
+    assert run.output.count(f"sampler {expected}") == ranks
+
+
+def test_with_top_k_1_completions_of_a_group_are_equal_and_none_is_too_short(launcher, tmp_path):
+    _, free, lengths = groups(launcher, tmp_path / "free")
+    assert all(len(set(group)) > 1 for group in free) and min(lengths) < 6
+    run, equal, lengths = groups(launcher, tmp_path / "cut", top_k=1, min_new_tokens=6)
+    assert all(len(set(group)) == 1 for group in equal) and len({group[0] for group in equal}) > 1
+    assert min(lengths) >= 6
+    # sampled with probability 1, which is not the probability that is trained
+    (line,) = run.steps
+    assert line["zero_std"] == 1.0 and line["rollout_mismatch"] > 0.01
+
+
+def test_how_many_completions_are_sampled_at_once_changes_nothing(launcher, tmp_path):
+    plain = launcher.trained("gspo", steps=6)
+    run = launcher.run(launcher.copy(), tmp_path, steps=6, rollout_batch=5).succeeded()
+    assert run.samples == plain.samples
+    assert_close(run, plain, metrics=1e-4, weights=1e-6)
 
 
 # ---- nothing to train on, and numbers that are not finite ----
@@ -208,7 +318,11 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_batch(launcher, t
     assert len(kept) == ranks and all(str(path) in run.output for path in kept)
     for path in kept:
         batch = load_file(path)
-        assert {"micro0/completion_ids", "micro0/advantages", "micro0/old_logps", "micro0/ref_logps"} <= batch.keys()
+        # all micro-batches of the step: the loop asks once per rollout, and the first may have been at fault or the last
+        rows = [batch[f"micro{i}/rows"].tolist() for i in range(sum(name.endswith("/rows") for name in batch))]
+        assert sorted(sum(rows, [])) == list(range(16 // ranks)) and len(rows) > 2
+        fields = ("completion_ids", "completion_mask", "advantages", "rollout_logps", "old_logps", "ref_logps")
+        assert {f"micro{i}/{field}" for i in range(len(rows)) for field in fields} <= batch.keys()
 
 
 def test_broken_weights_are_named(launcher, tmp_path):
@@ -272,6 +386,8 @@ def test_without_a_gpu_auto_takes_the_cpu_and_says_so(launcher, tmp_path):
         ({"num_minibatches": 17}, ["num_minibatches = 17: must be at most the 16 completions of a step"]),
         ({"temperature": 0}, ["temperature = 0.0: must be above 0"]),
         ({"truncated": "drop"}, ["truncated = 'drop': must be one of ('keep', 'mask')"]),
+        ({"micro_batch_tokens": 0}, ["micro_batch_tokens = 0: must be at least 1"]),
+        ({"micro_batch_size": 4}, ["unknown option --micro_batch_size"]),
         ({"steps": "many"}, ["argument --steps: invalid int value: 'many'"]),
     ],
 )
@@ -291,6 +407,24 @@ def test_wrong_options_are_named(launcher, tmp_path, options, messages):
 def test_what_cannot_be_loaded_is_named(launcher, tmp_path, options, message):
     run = failed(launcher.run(SCRIPTS["gspo"], tmp_path / "run", **options), message)
     assert not run.lines and not run.checkpoints
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"top_p": 0}, "top_p = 0.0: must be in (0, 1]"),
+        ({"min_new_tokens": -1}, "min_new_tokens = -1: must be 0 or more"),
+    ],
+    ids=str,
+)
+def test_sampling_that_cannot_be_is_refused_before_training(launcher, tmp_path, options, message):
+    run = failed(launcher.run(SCRIPTS["gspo"], tmp_path / "run", **options), message)
+    assert not run.out_dir.exists()
+
+
+def test_sampling_that_cannot_be_ends_all_ranks(launcher, tmp_path):
+    run = failed(launcher.run(SCRIPTS["gspo_ddp"], tmp_path / "run", 2, timeout=60, top_p=0), "top_p = 0.0")
+    assert run.output.count("top_p = 0.0: must be in (0, 1]") == 2 and not run.out_dir.exists()
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -116,6 +116,17 @@ def test_plot_joins_a_step_and_its_evaluation(plot, tmp_path):
     assert plot.read_metrics(tmp_path) == [{"step": 20, "reward": 0.5, "eval_reward": 0.7}]
 
 
+def test_plot_takes_the_time_of_a_checkpoint_for_no_step(plot, tmp_path, capsys):
+    tail = '{"step": 3, "seconds_save": 0.5}\n{"step": 11, "seconds_save": 0.25}\n'
+    rows = plot.read_metrics(write_run(tmp_path / "run", tail=tail))
+    assert [row["step"] for row in rows] == list(range(12))
+    assert rows[3] == {"step": 3, "reward": 0.3, "seconds": 1.5, "memory_gib": [1.0, 2.0], "seconds_save": 0.5}
+    steps, values = plot.series(rows, "seconds")
+    assert len(steps) == 12 and set(values) == {1.5}
+    plot.main([str(tmp_path / "run"), "--out", str(tmp_path / "plot.png")])
+    assert "run: 12 steps, up to step 11" in capsys.readouterr().out
+
+
 def test_plot_reads_the_fullest_gpu_and_only_the_steps_that_logged(plot):
     rows = [{"step": 0, "memory_gib": [1.0, 3.0]}, {"step": 1, "memory_gib": []}, {"step": 2, "memory_gib": [2.0]}]
     steps, values = plot.series(rows, "memory_gib")

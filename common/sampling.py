@@ -112,6 +112,8 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor, greedy: bool = False) -> 
         # two orders of summing differ in the last bits: the last token of the block must not be passed
         threshold = torch.minimum(threshold - before, inside[:, -1:] * (1 - 2.0**-50))
         tokens = block * BLOCK + torch.searchsorted(inside, threshold, right=True)
+        # NaN would point behind the vocabulary, which a GPU answers by giving up the whole process
+        tokens = tokens.clamp(max=logits.shape[-1] - 1)
     logps = logits.gather(-1, tokens) - top - ends[:, -1:].log().float()
     return tokens.squeeze(-1), logps.squeeze(-1)
 

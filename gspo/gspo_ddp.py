@@ -3,7 +3,7 @@
 Paper: Zheng et al. 2025, arXiv 2507.18071 - Eq. 5 objective, Eq. 6 advantage, Eq. 7 ratio.
 Run:   torchrun --nproc_per_node=2 gspo/gspo_ddp.py   edit the constants below, or pass --learning_rate 2e-6
        accelerate launch --num_processes 2 gspo/gspo_ddp.py    (several machines: gspo/README.md)
-Costs: SmolLM2-135M on two H100s: 3.6 GiB each, 2.8 s per step (one GPU: 2.2 s; gspo/README.md says why)
+Costs: SmolLM2-135M on two H100s: 3.6 GiB each; times, before the decode engine, in gspo/README.md
 Dims:  P prompts, G completions per prompt, B = P*G / ranks, m sequences in one forward, C completion tokens
 
 Every rank samples, scores and trains on its share of the step's prompts; DistributedDataParallel averages gradients.

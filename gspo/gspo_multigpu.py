@@ -2,7 +2,7 @@
 
 Paper: Zheng et al. 2025, arXiv 2507.18071 - Eq. 5 objective, Eq. 6 advantage, Eq. 7 ratio.
 Run:   python gspo/gspo_multigpu.py   edit the constants below, or pass --learning_rate 2e-6 (--help lists all)
-Costs: SmolLM2-135M on two H100s: 3.5 + 2.0 GiB, 6.4 s per step (one GPU: 2.2 s; gspo/README.md says why)
+Costs: SmolLM2-135M on two H100s: 3.5 + 2.0 GiB; times, before the decode engine, in gspo/README.md
 Dims:  P prompts, G completions per prompt, B = P*G, m sequences in one forward, C completion tokens
 
 Every policy GPU samples its share of the prompts from a copy of the policy; nn.DataParallel splits each micro-batch of

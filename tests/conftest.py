@@ -139,7 +139,7 @@ PRELOAD = [
 REWARD_LINE = "    return rewards.math_match(completions, answers)\n"
 # What a random policy can earn, in place of the line above; some completions cannot be scored
 REWARD = "    return [float(len(c) % 5) if len(c) % 7 else float('nan') for c in completions]\n"
-SMALL = dict(steps=3, batch_size=4, group_size=4, num_minibatches=2, max_new_tokens=8, micro_batch_size=3, save_every=2,
+SMALL = dict(steps=3, batch_size=4, group_size=4, num_minibatches=2, max_new_tokens=8, micro_batch_tokens=60, save_every=2,
              keep_checkpoints=9, eval_every=2, eval_examples=8, sample_every=1, learning_rate=2e-4, warmup_steps=4,
              kl_coef=0.1, device="cpu")  # fmt: skip
 TIMEOUT = 100  # seconds; a run takes two on a quiet machine
@@ -197,7 +197,7 @@ class Run:
     @property
     def steps(self) -> list[dict]:
         """The lines of training steps."""
-        return [line for line in self.lines if "eval_reward" not in line]
+        return [line for line in self.lines if "reward" in line]
 
     @property
     def samples(self) -> list[dict]:
@@ -244,7 +244,8 @@ def read_lines(path: Path) -> list[dict]:
 
 def comparable(lines: list[dict]) -> list[dict]:
     """Lines of metrics.jsonl without what no two runs have in common: durations and memory."""
-    return [{k: v for k, v in line.items() if not k.startswith(MEASURED)} for line in lines]
+    kept = [line for line in lines if "seconds_save" not in line]
+    return [{k: v for k, v in line.items() if not k.startswith(MEASURED)} for line in kept]
 
 
 def assert_equal_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:

@@ -451,6 +451,25 @@ def test_graphs_are_kept_as_long_as_memory_stays_where_it_is(as_on_gpu):
     assert not decoder.graphs and new_graphs() == len(decoder.graphs) > 0
 
 
+@pytest.mark.parametrize(("one", "other"), [
+    ((PROMPTS[:1], 2), (PROMPTS[2:5], 4)),  # groups of another size, with as many segments
+    ((PROMPTS[:3], 4), (PROMPTS[:4], 4)),  # more segments
+    ((PROMPTS[:3], 4), ([[5] * 20, *PROMPTS[:2]], 4)),  # longer prompts
+])  # fmt: skip
+def test_no_graph_serves_what_it_was_not_captured_for(tiny, as_on_gpu, one, other):
+    sampler = as_on_gpu(Sampler([tiny["qwen2"]], **OPTIONS), check_every=1)
+    generate(sampler, 8, prompts=[[5] * 20, *PROMPTS[:4]])  # memory for all of it
+    decoder, graphs = sampler.engines[0], []
+    memory = decoder.cache.pools[0][0].data_ptr()
+    for prompts, group_size in (one, other):
+        known = set(decoder.graphs)
+        fresh = generate(Sampler([tiny["qwen2"]], **OPTIONS), group_size, prompts=prompts)
+        assert_same(generate(sampler, group_size, prompts=prompts), fresh)
+        graphs.append({key[0] for key in set(decoder.graphs) - known})
+    assert decoder.cache.pools[0][0].data_ptr() == memory
+    assert 8 in graphs[0] & graphs[1]  # batches of the same size
+
+
 def test_a_step_that_is_tried_touches_no_row(tiny, as_on_gpu, monkeypatch):
     # the same within one call: graphs of smaller batches are captured while rows are at work
     sampler = as_on_gpu(Sampler([tiny["qwen2"]], **OPTIONS), check_every=1)
@@ -547,6 +566,17 @@ def test_a_cache_takes_the_memory_it_says(kind, slots, dtype):
     assert taken == one.bytes(space) + padding
     assert not one.reserve(space) and not one.reserve(Space(4, 8, 1, 4, 10, 5))  # it fits
     assert one.reserve(Space(8, 8, 2, 4, 20, 5)) and not one.reserve(space)  # it has to grow
+
+
+def test_the_slot_of_padding_belongs_to_no_row():
+    one = FlashCache(LAYERS, torch.float32, torch.device("cpu"))
+    assert one.reserve(Space(rows=8, batch=8, prompts=2, group_size=4, longest=10, tokens=5))  # 60 slots and this one
+    assert not one.reserve(Space(rows=8, batch=8, prompts=1, group_size=4, longest=20, tokens=5))
+    assert one.row_start(7) + 5 == 60 == one.padding
+    assert one.reserve(Space(rows=8, batch=8, prompts=1, group_size=4, longest=21, tokens=5))
+    assert one.row_start(7) + 5 == 61 == one.padding
+    # its keys and values are finite from the beginning
+    assert all(not x[-1].any() for pool in one.pools for x in pool)
 
 
 class SmallGpu:

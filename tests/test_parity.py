@@ -38,7 +38,8 @@ def _fill(micros, field, *args, real=logprobs.fill):
 
 
 def _forward(self, *args, real=logprobs.LogProbs.forward):
-    _note(forward=len(args[0]), trains=torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()))
+    policy = any(p.requires_grad for p in self.parameters())
+    _note(forward=len(args[0]), of="reference" if not policy else "update" if torch.is_grad_enabled() else "policy")
     return real(self, *args)
 
 
@@ -169,12 +170,13 @@ def test_the_first_minibatch_finds_its_old_log_probs_in_its_own_forward_pass(spi
             micros, first = list(chain(*cut["cut"])), len(cut["cut"][0])
             fills = {note["fill"]: note["rows"] for note in notes if "fill" in note}
             assert fills == {"old_logps": micros[first:], "ref_logps": micros}
-            # the update is one forward pass per micro-batch and epoch, and nothing was computed twice before
-            frozen, trained = ([n for n in notes if n.get("trains") is trains] for trains in (False, True))
-            assert [n["forward"] for n in trained] == [len(rows) for rows in micros] * 2
-            assert len(frozen) == len(micros[first:]) + len(micros)
+            # before the update each sequence is computed once, by each model that has to; then once per epoch
+            sizes = list(map(len, micros))
+            rows = {of: [n["forward"] for n in notes if n.get("of") == of] for of in ("policy", "reference", "update")}
+            assert sum(rows["policy"]) == sum(sizes[first:]) and sum(rows["reference"]) == sum(sizes)
+            assert rows["update"] == sizes * 2
             ratios = [note for note in notes if "ratio" in note]
-            assert len(ratios) == 2 * len(micros) and [len(n["ratio"]) for n in ratios] == [*map(len, micros)] * 2
+            assert [len(note["ratio"]) for note in ratios] == sizes * 2
             assert all(note["own"] and set(note["ratio"]) == {1.0} for note in ratios[:first])
             # all others are computed after an optimizer step, with the old log-probs of before
             assert not any(note["own"] for note in ratios[first:])
@@ -189,9 +191,8 @@ def test_with_one_minibatch_no_log_probs_are_computed_before_the_update(spied, s
         for cut, *notes in steps:
             (micros,) = cut["cut"]
             assert [note["rows"] for note in notes if note.get("fill") == "old_logps"] == [[]]
-            # what is frozen is the reference
-            assert len([note for note in notes if note.get("trains") is False]) == len(micros)
-            assert len([note for note in notes if note.get("trains")]) == 2 * len(micros)
+            forwards = [note["of"] for note in notes if "forward" in note]
+            assert set(forwards) == {"reference", "update"} and forwards.count("update") == 2 * len(micros)
             ratios = [note for note in notes if "ratio" in note]
             assert all(note["own"] and set(note["ratio"]) == {1.0} for note in ratios[: len(micros)])
             assert not any(note["own"] for note in ratios[len(micros) :])

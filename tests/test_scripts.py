@@ -413,16 +413,19 @@ def test_what_cannot_be_loaded_is_named(launcher, tmp_path, options, message):
     "options, message",
     [
         ({"top_p": 0}, "top_p = 0.0: must be in (0, 1]"),
-        ({"min_new_tokens": -1}, "min_new_tokens = -1: must be 0 or more"),
+        ({"min_new_tokens": -1}, "min_new_tokens = -1: must"),
+        ({"min_new_tokens": 9}, "min_new_tokens = 9: must be at most"),  # above max_new_tokens: none would ever end
+        ({"rollout_batch": -1}, "rollout_batch = -1: must"),
+        ({"profile": -1}, "profile = -1: must"),
     ],
     ids=str,
 )
-def test_sampling_that_cannot_be_is_refused_before_training(launcher, tmp_path, options, message):
-    run = failed(launcher.run(SCRIPTS["gspo"], tmp_path / "run", **options), message)
+def test_values_that_cannot_be_are_refused_before_training(launcher, tmp_path, options, message):
+    run = failed(launcher.run(SCRIPTS["gspo"], tmp_path / "run", **options, steps=1), message)
     assert not run.out_dir.exists()
 
 
-def test_sampling_that_cannot_be_ends_all_ranks(launcher, tmp_path):
+def test_a_value_that_cannot_be_ends_all_ranks(launcher, tmp_path):
     run = failed(launcher.run(SCRIPTS["gspo_ddp"], tmp_path / "run", 2, timeout=60, top_p=0), "top_p = 0.0")
     assert run.output.count("top_p = 0.0: must be in (0, 1]") == 2 and not run.out_dir.exists()
 

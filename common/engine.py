@@ -112,7 +112,8 @@ class Engine:
             while waiting or rows:
                 # let prompts in, when there is room for a good part of a batch
                 room = min((space.rows - len(rows)) // group_size, space.prompts - len(prompt_slots), len(waiting))
-                if room and (not rows or room * group_size >= min(space.rows // 4, len(waiting) * group_size)):
+                entered = room and (not rows or room * group_size >= min(space.rows // 4, len(waiting) * group_size))
+                if entered:
                     entering = [waiting.popleft() for _ in range(room)]
                     for prompt in entering:
                         prompt_slots[prompt] = free_prompts.pop()
@@ -126,6 +127,8 @@ class Engine:
                 # decode until the next look
                 longest = max(len(prompts[row.sequence // group_size]) + step - row.born for row in rows)
                 steps = min(self.check_every, max(T - 1 - (step - row.born) for row in rows))
+                if entered and self.done[: len(rows)].all():  # at their first token
+                    steps = 0
                 for i in range(steps):
                     self._advance(b, how, longest + i)
                 step += steps
@@ -147,6 +150,7 @@ class Engine:
         if self.device.type == "cuda" and self.cache_bytes > KEEP_SHARE * torch.cuda.mem_get_info(self.device)[1]:
             self.release()
         if not healthy:
+            self.release()  # what is not finite must not stay in the cache: zero times NaN is NaN
             raise FloatingPointError(NOT_FINITE)
         return tokens, logps
 

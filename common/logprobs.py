@@ -101,9 +101,9 @@ class LogProbs(nn.Module):
         else:
             # Each row is moved to the left, so that all padding is at its end, where causal attention never sees it: no
             # mask is needed, the fast kernels apply, and no position is left without anything to attend to.
-            moved_mT = torch.arange(T, device=device) + padding_m[:, None]
+            moved_mT = torch.arange(max(lengths), device=device) + padding_m[:, None]
             ids_mT = ids_mT.gather(1, moved_mT.clamp(max=T - 1))
-            begin_m = torch.arange(m, device=device) * T
+            begin_m = torch.arange(m, device=device) * max(lengths)
             hidden = decoder(input_ids=ids_mT, use_cache=False).last_hidden_state
 
         # the state before a token predicts it; prompt and padding never reach the vocabulary

@@ -341,13 +341,17 @@ def _in_turn(decoders: list[Generator[None, None, Any]]) -> list[Any]:
     Python's lock to one another than they gain.
     """
     results: dict[int, Any] = {}
-    while len(results) < len(decoders):
-        for i, decoder in enumerate(decoders):
-            if i not in results:
-                try:
-                    next(decoder)
-                except StopIteration as done:
-                    results[i] = done.value
+    try:
+        while len(results) < len(decoders):
+            for i, decoder in enumerate(decoders):
+                if i not in results:
+                    try:
+                        next(decoder)
+                    except StopIteration as done:
+                        results[i] = done.value
+    finally:  # after an error in one, the others still put their models back as they were
+        for decoder in decoders:
+            decoder.close()
     return [results[i] for i in range(len(decoders))]
 
 

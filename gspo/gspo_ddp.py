@@ -11,7 +11,6 @@ All ranks take the same number of forward passes and steps, whatever the data; w
 """
 
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,7 +22,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from transformers import set_seed
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import advantages, checkpoint, config, data, devices, distributed, logprobs, losses, metrics
+from common import advantages, background, checkpoint, config, data, devices, distributed, logprobs, losses, metrics
 from common import models, optim, profiling, rewards, rollout
 from common.config import require
 
@@ -102,6 +101,10 @@ class Config:
         rows = self.batch_size * self.group_size
         require(rows >= self.num_minibatches, f"num_minibatches = {self.num_minibatches}",
                 f"must be at most the {rows} completions of a step", "lower it, or raise batch_size")  # fmt: skip
+        require(self.min_new_tokens <= self.max_new_tokens, f"min_new_tokens = {self.min_new_tokens}",
+                f"must be at most max_new_tokens = {self.max_new_tokens}", "lower it")  # fmt: skip
+        for name in ("min_new_tokens", "rollout_batch", "profile"):
+            require(getattr(self, name) >= 0, f"{name} = {getattr(self, name)}", "must be 0 or more", "0 is usual")
         require(self.temperature > 0, f"temperature = {self.temperature}", "must be above 0", "1.0 is usual")
         require(self.learning_rate >= 0, f"learning_rate = {self.learning_rate}", "must not be negative", "try 1e-6")
         require(self.max_grad_norm > 0, f"max_grad_norm = {self.max_grad_norm}", "must be above 0", "inf: no clipping")
@@ -240,8 +243,7 @@ def main(cfg: Config) -> None:
     if cfg.eval_data and cfg.eval_every and start == 0:
         log.eval(0, eval_reward=evaluate(sampler, eval_examples, tokenizer, reward_model, cfg))
 
-    tracing = profiling.trace(cfg.out_dir, cfg.profile)
-    with checkpoint.stop_on_signal() as stop, ThreadPoolExecutor(1) as pool, tracing as profiled:
+    with checkpoint.stop_on_signal() as stop, profiling.trace(cfg.out_dir, cfg.profile) as profiled:
         for step in range(start + 1, cfg.steps + 1):
             # 1. rollout: B completions from the current policy, of this rank's prompts
             examples_P = prompts.next()
@@ -253,7 +255,7 @@ def main(cfg: Config) -> None:
             # 2. score: rewards, and meanwhile log-probs; rewards stay rewards, advantages get their own name
             minibatches = batch.minibatches(cfg.num_minibatches, cfg.micro_batch_tokens, log_probs.packed)
             micros = list(chain(*minibatches))
-            scoring = pool.submit(score, examples_P, batch, tokenizer, reward_model, cfg)
+            scoring = background.start(score, examples_P, batch, tokenizer, reward_model, cfg)
             with log.time("logprobs"), distributed.together("logprobs"):
                 # the first minibatch finds its old log-probs in its own forward pass
                 logprobs.fill(chain(*minibatches[1:]), "old_logps", log_probs, home, cfg.micro_batch_tokens)

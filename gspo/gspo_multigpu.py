@@ -11,7 +11,6 @@ while the policy GPUs compute the old log-probabilities.
 """
 
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import nn
 from transformers import set_seed
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import advantages, checkpoint, config, data, devices, distributed, logprobs, losses, metrics
+from common import advantages, background, checkpoint, config, data, devices, distributed, logprobs, losses, metrics
 from common import models, optim, profiling, rewards, rollout
 from common.config import require
 
@@ -100,6 +99,10 @@ class Config:
         rows = self.batch_size * self.group_size
         require(rows >= self.num_minibatches, f"num_minibatches = {self.num_minibatches}",
                 f"must be at most the {rows} completions of a step", "lower it, or raise batch_size")  # fmt: skip
+        require(self.min_new_tokens <= self.max_new_tokens, f"min_new_tokens = {self.min_new_tokens}",
+                f"must be at most max_new_tokens = {self.max_new_tokens}", "lower it")  # fmt: skip
+        for name in ("min_new_tokens", "rollout_batch", "profile"):
+            require(getattr(self, name) >= 0, f"{name} = {getattr(self, name)}", "must be 0 or more", "0 is usual")
         require(self.temperature > 0, f"temperature = {self.temperature}", "must be above 0", "1.0 is usual")
         require(self.learning_rate >= 0, f"learning_rate = {self.learning_rate}", "must not be negative", "try 1e-6")
         require(self.max_grad_norm > 0, f"max_grad_norm = {self.max_grad_norm}", "must be above 0", "inf: no clipping")
@@ -229,8 +232,7 @@ def main(cfg: Config) -> None:
         log.eval(0, eval_reward=evaluate(sampler, eval_examples, tokenizer, reward_model, cfg))
 
     budget = cfg.micro_batch_tokens * len(gpus.policy)  # DataParallel splits each micro-batch between the GPUs
-    tracing = profiling.trace(cfg.out_dir, cfg.profile)
-    with checkpoint.stop_on_signal() as stop, ThreadPoolExecutor(2) as pool, tracing as profiled:
+    with checkpoint.stop_on_signal() as stop, profiling.trace(cfg.out_dir, cfg.profile) as profiled:
         for step in range(start + 1, cfg.steps + 1):
             # 1. rollout: B completions from the current policy, on all policy GPUs
             examples_P = prompts.next()
@@ -242,11 +244,11 @@ def main(cfg: Config) -> None:
             # 2. score: rewards, and meanwhile log-probs; rewards stay rewards, advantages get their own name
             minibatches = batch.minibatches(cfg.num_minibatches, budget, log_probs.packed)
             micros = list(chain(*minibatches))
-            scoring = pool.submit(score, examples_P, batch, tokenizer, reward_model, cfg)
+            scoring = background.start(score, examples_P, batch, tokenizer, reward_model, cfg)
             with log.time("logprobs"):  # the first minibatch finds its old log-probs in its own forward pass
                 if reference is not None:  # on a GPU of its own, at the same time
                     where = gpus.reference, cfg.micro_batch_tokens
-                    referring = pool.submit(logprobs.fill, micros, "ref_logps", reference, *where)
+                    referring = background.start(logprobs.fill, micros, "ref_logps", reference, *where)
                 logprobs.fill(chain(*minibatches[1:]), "old_logps", policy, home, budget)
                 if reference is not None:
                     referring.result()

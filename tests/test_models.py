@@ -578,7 +578,7 @@ def test_adapters_can_be_trained_after_they_were_merged():
     model(input_ids=IDS, labels=IDS).loss.backward()
     for name, p in model.named_parameters():
         assert p.requires_grad == ("lora_" in name)
-        assert not p.requires_grad or p.grad.isfinite().all() and p.grad.any(), name
+        assert not p.requires_grad or (p.grad.isfinite().all() and p.grad.any()), name
 
 
 def test_a_model_without_adapters_is_left_alone():

@@ -1,6 +1,7 @@
 """Tests of common/attention.py: which models it serves, that it changes nothing for others, and packed sequences."""
 
 import copy
+import dataclasses
 import functools
 import itertools
 
@@ -68,6 +69,13 @@ def test_every_transformer_block_is_found_once(kind):
     assert len(blocks) == len({id(block) for block in blocks}) == 3
     assert blocks == [m for m in model.modules() if type(m).__name__.endswith(("DecoderLayer", "Block"))]
     assert all(isinstance(block, GradientCheckpointingLayer) for block in blocks)
+
+
+def test_blocks_without_attention_are_left_out():
+    model = tiny_model("llama", num_hidden_layers=3)
+    support = install(model)
+    some = dataclasses.replace(support, layers=support.layers[::2])
+    assert decoder_layers(model, some) == [model.model.layers[0], model.model.layers[2]]
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -451,6 +451,16 @@ def test_graphs_are_kept_as_long_as_memory_stays_where_it_is(as_on_gpu):
     assert not decoder.graphs and new_graphs() == len(decoder.graphs) > 0
 
 
+def test_more_completions_in_the_same_cache_need_new_graphs(tiny, expected, as_on_gpu):
+    sampler = as_on_gpu(Sampler([tiny["qwen2"]], **OPTIONS, rollout_batch=8))
+    decoder = sampler.engines[0]
+    generate(sampler, 4, prompts=PROMPTS[:4])
+    memory, graphs = decoder.cache.pools[0][0].data_ptr(), set(decoder.graphs.values())
+    assert_same(generate(sampler, 4), expected("qwen2", 4))  # the tokens drawn have to go elsewhere
+    assert decoder.cache.pools[0][0].data_ptr() == memory
+    assert graphs and not graphs & set(decoder.graphs.values())
+
+
 @pytest.mark.parametrize(("one", "other"), [
     ((PROMPTS[:1], 2), (PROMPTS[2:5], 4)),  # groups of another size, with as many segments
     ((PROMPTS[:3], 4), (PROMPTS[:4], 4)),  # more segments

@@ -140,8 +140,8 @@ REWARD_LINE = "    return rewards.math_match(completions, answers)\n"
 # What a random policy can earn, in place of the line above; some completions cannot be scored
 REWARD = "    return [float(len(c) % 5) if len(c) % 7 else float('nan') for c in completions]\n"
 SMALL = dict(steps=3, batch_size=4, group_size=4, num_minibatches=2, max_new_tokens=8, micro_batch_tokens=60,
-             save_every=2, keep_checkpoints=9, eval_every=2, eval_examples=8, sample_every=1, learning_rate=2e-4, warmup_steps=4,
-             kl_coef=0.1, device="cpu")  # fmt: skip
+             save_every=2, keep_checkpoints=9, eval_every=2, eval_examples=8, sample_every=1, learning_rate=2e-4,
+             warmup_steps=4, kl_coef=0.1, device="cpu")  # fmt: skip
 TIMEOUT = 100  # seconds; a run takes two on a quiet machine
 MEASURED = ("seconds", "tokens_per_second", "memory_gib", "host_memory_gib")  # beginnings of what two runs differ in
 

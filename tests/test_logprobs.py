@@ -842,3 +842,24 @@ def test_memory_of_a_large_head(cuda, compile, gib):
         torch.cuda.reset_peak_memory_stats(cuda)
         head._Head.apply(hidden, weight, None, ids, 1.0, None, compile)[0].backward(grad)
     assert torch.cuda.max_memory_allocated(cuda) - before < gib * 2**30  # all logits would take 2.3 in fp32
+
+
+def test_examining_a_compiled_model_compiles_nothing():
+    # the compiler keeps few variants of a layer: used up by this, it would leave decoding uncompiled, and say nothing
+    from torch._dynamo.testing import CompileCounter
+
+    model, counter = tiny_llama(), CompileCounter()
+    support = attention.install(model)
+    blocks = attention.decoder_layers(model, support)
+    for block in blocks:
+        block.compile(dynamic=True, backend=counter)
+    assert attention.install(model).reason == support.reason == "" and len(blocks) == 2
+    assert counter.frame_count == 0
+    model.get_decoder()(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False)
+    assert counter.frame_count == 1  # so the counter does count
+
+
+def tiny_llama():
+    small = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, pad_token_id=0)  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**small))

@@ -186,11 +186,20 @@ def install(model: nn.Module) -> Support:
         return Support(f"it has layers of another kind ({', '.join(sorted(kinds))})")
     if any(getattr(decoder.config, name, None) for name in EXPERTS):
         return Support("it is a mixture of experts")
+    if rope := _rope_types(decoder.config) & {"dynamic", "longrope"}:
+        return Support(f"its rotary positions depend on the longest sequence computed with it ({', '.join(rope)})")
     before = decoder.config._attn_implementation
     support = _examine(model, decoder)
     if support.reason and before != NAME:
         decoder.set_attn_implementation(before)
     return support
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Kinds of rotary positions; some configs have one per kind of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return {kind["rope_type"] for kind in kinds if "rope_type" in kind}
 
 
 def _examine(model: nn.Module, decoder: nn.Module) -> Support:

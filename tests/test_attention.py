@@ -273,3 +273,10 @@ def test_packed_attention_is_its_definition(heads):
             weights = (key[0, g, begin : t + 1] @ query[0, h, t] * scaling).softmax(0)
             torch.testing.assert_close(actual[0, t, h], weights @ value[0, g, begin : t + 1], rtol=0, atol=1e-6)
         begin += length
+
+
+def test_rotary_positions_that_depend_on_the_batch_are_refused():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = tiny_model("llama", max_position_embeddings=16, rope_parameters=rope)
+    assert "longest sequence" in attention.install(model).reason
+    assert not attention.install(tiny_model("llama", rope_parameters={**rope, "rope_type": "linear"})).reason

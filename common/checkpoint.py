@@ -204,7 +204,7 @@ def keep_batch(out_dir: str, step: int, micros: list[RolloutBatch]) -> Iterator[
     Args:
         out_dir: of the run.
         step: from 1.
-        micros: of the optimizer step inside the block.
+        micros: all of the step: which optimizer step was at fault is not known.
 
     Raises:
         FloatingPointError: the one from the block, with the path of the saved batch.

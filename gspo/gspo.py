@@ -16,7 +16,7 @@ from transformers import set_seed
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
 from common import advantages, background, checkpoint, config, data, devices, distributed, logprobs, losses, metrics
-from common import models, optim, profiling, rewards, rollout
+from common import models, optim, profiling, rewards, rollout, sampling
 from common.config import require
 
 POLICY_GPU_IDS = (0,)  # the policy's GPU
@@ -51,7 +51,7 @@ class Config:
     top_p: float = 1.0  # sample from the likeliest tokens with this probability; below 1 the ratios are biased
     top_k: int = 0  # sample from this many of the likeliest tokens; 0: all; the ratios are biased
     min_p: float = 0.0  # leave out tokens this many times less likely than the likeliest; the ratios are biased
-    rollout_batch: int = 0  # completions sampled at once per GPU, the others wait; 0: as many as memory holds
+    rollout_batch: int = 0  # completions sampled at once per GPU, but one group at least; 0: as many as memory holds
 
     learning_rate: float = 1e-4  # for the built-in policy; 5e-6 up to 0.5B parameters, 1e-6 at 7B
     warmup_steps: int = 5  # steps of linear warm-up, then constant
@@ -98,6 +98,7 @@ class Config:
                 f"must be at most max_new_tokens = {self.max_new_tokens}", "lower it")  # fmt: skip
         for name in ("min_new_tokens", "rollout_batch", "profile"):
             require(getattr(self, name) >= 0, f"{name} = {getattr(self, name)}", "must be 0 or more", "0 is usual")
+        sampling.Sampling(1.0, self.top_p, self.top_k, self.min_p)  # has rules of its own
         require(self.temperature > 0, f"temperature = {self.temperature}", "must be above 0", "1.0 is usual")
         require(self.learning_rate >= 0, f"learning_rate = {self.learning_rate}", "must not be negative", "try 1e-6")
         require(self.max_grad_norm > 0, f"max_grad_norm = {self.max_grad_norm}", "must be above 0", "inf: no clipping")

@@ -187,7 +187,8 @@ def install(model: nn.Module) -> Support:
     if any(getattr(decoder.config, name, None) for name in EXPERTS):
         return Support("it is a mixture of experts")
     if rope := _rope_types(decoder.config) & {"dynamic", "longrope"}:
-        return Support(f"its rotary positions depend on the longest sequence computed with it ({', '.join(rope)})")
+        kind = ", ".join(sorted(rope))
+        return Support(f"its rotary positions ({kind}) depend on the longest sequence computed with it")
     before = decoder.config._attn_implementation
     support = _examine(model, decoder)
     if support.reason and before != NAME:

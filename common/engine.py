@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from common import attention, sampling
 from common.cache import FlashCache, SdpaCache, Space
-from common.head import vocabulary_logits
-from common.models import merged_adapters
+from common.head import vocabulary_logits, wide_weight
+from common.models import eval_mode, merged_adapters
 from common.sampling import Sampling
 
 CHECK_EVERY = 16  # steps between two looks at which rows have ended, on a GPU; each look makes the CPU wait for it
@@ -214,8 +214,7 @@ class Engine:
         if moved or pointers != getattr(self, "pointers", None):
             self.graphs, self.pool, self.pointers = {}, None, pointers
         self.uniforms[:total] = uniforms.flatten().to(self.device)
-        # a GPU multiplies half precision into fp32 by itself
-        self.head_weight = self.model.get_output_embeddings().weight.float() if self.device.type == "cpu" else None
+        self.head_weight = wide_weight(self.model)
         self.out_tokens.fill_(-1)
         self.out_logps.zero_()
         self.healthy.fill_(True)
@@ -223,11 +222,9 @@ class Engine:
     @contextmanager
     def _attached(self) -> Iterator[None]:
         """Caches on the attention modules, eval mode, LoRA merged; all of it is taken back, also on errors."""
-        was_training = self.model.training
         with ExitStack() as stack:
-            stack.callback(self.model.train, was_training)
+            stack.enter_context(eval_mode(self.model))
             stack.enter_context(merged_adapters(self.model))
-            self.model.eval()
             for module, (keys, values) in zip(self.modules, self.cache.pools, strict=True):
                 module.rl_keys, module.rl_values = keys, values
                 stack.callback(lambda module=module: [delattr(module, name) for name in ("rl_keys", "rl_values")])

@@ -22,13 +22,23 @@ def vocabulary_logits(model: nn.Module, hidden: torch.Tensor, weight: torch.Tens
     Args:
         model: a transformers causal language model.
         hidden: [b, H], last hidden states.
-        weight: [V, H] fp32, the head's weight if it was cast before, which pays on a CPU.
+        weight: from `wide_weight`, if it was called before.
 
     Returns:
         [b, V] fp32.
     """
     head = model.get_output_embeddings()
     return _project(hidden, head.weight if weight is None else weight, getattr(head, "bias", None), _softcap(model))
+
+
+def wide_weight(model: nn.Module) -> torch.Tensor | None:
+    """The head's weight in fp32, for many calls of `vocabulary_logits`; None where those need no cast, on a GPU.
+
+    Args:
+        model: a transformers causal language model.
+    """
+    weight = model.get_output_embeddings().weight
+    return None if _on_tensor_cores(weight) else weight.float()
 
 
 def token_logps(

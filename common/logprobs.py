@@ -137,12 +137,12 @@ def fill(
     parts: list[list[Any]] = []
     size = 0
     for micro in micros:
-        tokens = int((micro.prompt_lengths + micro.lengths).sum()) if limit else 1
-        if not parts or size + tokens > limit:
+        num_tokens = int((micro.prompt_lengths + micro.lengths).sum()) if limit else 1
+        if not parts or size + num_tokens > limit:
             parts.append([])
             size = 0
         parts[-1].append(micro)
-        size += tokens
+        size += num_tokens
     # With gradients another graph is compiled, which may round differently: alone, a micro-batch takes the one of the
     # update. Its activations are freed before the next.
     trained = any(p.requires_grad for p in policy.parameters())

@@ -196,6 +196,21 @@ def refresh(replicas: list[PreTrainedModel]) -> None:
 
 
 @contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode, and afterwards the mode the model was in, also after an error.
+
+    Args:
+        model: in train mode, gradient checkpointing would switch its cache off.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+@contextmanager
 def merged_adapters(model: nn.Module) -> Iterator[None]:
     """Adds LoRA adapters to the weights they belong to, and afterwards puts those weights back bit for bit.
 
@@ -246,9 +261,8 @@ def warn_learning_rate(learning_rate: float, model: nn.Module) -> None:
 def _load(name: str, device: torch.device, dtype: str) -> PreTrainedModel:
     source = find(name)
     torch_dtype = pick_dtype(dtype, device)
-    # the head multiplies bf16 or fp16 numbers cast to fp32: TF32 holds both exactly and is several times faster
-    half_on_gpu = device.type == "cuda" and torch_dtype != torch.float32
-    torch.set_float32_matmul_precision("high" if half_on_gpu else "highest")
+    # rotary positions are an fp32 product, of which TF32 would keep 11 bits: positions above 2,048 would be rounded
+    torch.set_float32_matmul_precision("highest")
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype, trust_remote_code=False)
     except (OSError, ValueError) as error:

@@ -9,21 +9,17 @@ most, V vocabulary.
 """
 
 import dataclasses
-import inspect
 import sys
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common import attention, sampling
+from common import attention, fallback, sampling
 from common.distributed import print_main
-from common.engine import CHECK_EVERY, NOT_FINITE, Engine
-from common.head import vocabulary_logits
-from common.models import merged_adapters
+from common.engine import Engine
 from common.sampling import Sampling
 
 
@@ -180,17 +176,16 @@ class Sampler:
             top_k: log-probabilities of a rollout are those of the truncated distribution, the losses' are not.
             min_p: the same.
             suppressed_ids: tokens that are never sampled.
-            rollout_batch: completions decoded at once per replica, at most; 0: as many as memory holds.
+            rollout_batch: completions decoded at once per replica, at most, but one group at least; 0: as many as
+                memory holds.
             compile: let torch.compile merge the small operations of a step, on a GPU.
         """
         self.replicas, self.end_ids, self.pad_id = replicas, tuple(end_ids), pad_id
-        self.suppressed_ids, self.max_new_tokens, self.rollout_batch = (
-            tuple(suppressed_ids),
-            max_new_tokens,
-            rollout_batch,
-        )
+        self.suppressed_ids, self.rollout_batch = tuple(suppressed_ids), rollout_batch
+        self.max_new_tokens = max_new_tokens
         self.how = Sampling(1.0, top_p, top_k, min_p, min_new_tokens)
         self.engines: list[Engine | None] = []
+        self.said_window = False
         for replica in replicas:
             support = attention.install(replica)
             fits = support.window >= max_new_tokens  # prompts are looked at when they are there
@@ -232,13 +227,19 @@ class Sampler:
         uniforms_BC = sampling.uniforms(seed, step, prompt_numbers, group_size, self.max_new_tokens)
         shares = [share.tolist() for share in torch.arange(len(prompts)).tensor_split(len(self.replicas)) if len(share)]
         decoders = []
+        longest = max(map(len, prompts)) + self.max_new_tokens
+        if all(self.engines) and longest > self.window and not self.said_window:
+            self.said_window = True
+            reason = f"sequences of up to {longest} tokens are longer than its sliding windows of {self.window}"
+            print_main(f"rollout: now over the cache of transformers, because {reason}", file=sys.stderr)
         for i, share in enumerate(shares):  # fewer shares than replicas when prompts are few
             own = [prompts[k] for k in share]
-            uniforms = uniforms_BC[share[0] * group_size : (share[-1] + 1) * group_size]
-            if self.engines[i] and max(map(len, own)) + self.max_new_tokens <= self.window:
-                decoders.append(self.engines[i].decode(own, group_size, uniforms, how, self.rollout_batch))
+            work = own, group_size, uniforms_BC[share[0] * group_size : (share[-1] + 1) * group_size], how
+            if self.engines[i] and longest <= self.window:
+                decoders.append(self.engines[i].decode(*work, self.rollout_batch))
             else:
-                decoders.append(self._decode(self.replicas[i], own, group_size, uniforms, how))
+                ids = self.end_ids, self.suppressed_ids
+                decoders.append(fallback.decode(self.replicas[i], *work, *ids, self.rollout_batch))
         parts = _in_turn(decoders)
         home = self.replicas[0].device
         tokens_BC, logps_BC = (torch.cat([part[k].to(home) for part in parts]) for k in range(2))
@@ -268,71 +269,6 @@ class Sampler:
             rows=torch.arange(len(lengths)),
         )
 
-    @torch.no_grad()
-    def _decode(
-        self, model: PreTrainedModel, prompts: list[list[int]], group_size: int, uniforms: torch.Tensor, how: Sampling
-    ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
-        """What `Engine.decode` does, for any model, over transformers' own cache; yields after each token."""
-        device, (B, T) = model.device, uniforms.shape
-        uniforms, end = uniforms.to(device), torch.tensor(self.end_ids, device=device)
-        suppressed = torch.tensor(self.suppressed_ids, dtype=torch.long, device=device)
-        prompt_ids = pad_sequence([torch.tensor(ids) for ids in prompts], True, self.pad_id, padding_side="left")
-        prompt_lengths = torch.tensor([len(ids) for ids in prompts], device=device)
-        prompt_ids, Q = prompt_ids.to(device), prompt_ids.shape[1]
-        prompt_mask = torch.arange(Q, device=device) >= Q - prompt_lengths[:, None]
-        tokens_BT = torch.full((B, T), -1, device=device)
-        logps_BT = torch.zeros(B, T, device=device)
-        decoder = model.get_decoder()
-        cache = DynamicCache(config=model.config)
-        # transformers 5.24 renamed the argument, and 5.40 will drop the old name
-        name = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
-        cached = {name: cache, "use_cache": True}
-        weight = model.get_output_embeddings().weight.float()
-        check_every = CHECK_EVERY if device.type == "cuda" else 1
-
-        with _eval_mode(model), merged_adapters(model):
-            # the prompt is read once per group; its keys and values are then repeated
-            positions = (prompt_mask.long().cumsum(-1) - 1).clamp(min=0)
-            hidden = decoder(
-                input_ids=prompt_ids, attention_mask=prompt_mask.long(), position_ids=positions, **cached
-            ).last_hidden_state[:, -1]
-            hidden = hidden.repeat_interleave(group_size, 0)
-            cache.batch_repeat_interleave(group_size)
-            # rows: the sequences still running, by their place in the batch
-            rows = torch.arange(B, device=device)
-            prompt_lengths = prompt_lengths.repeat_interleave(group_size)
-            attention_mask = torch.ones(B, Q + T, dtype=torch.long, device=device)
-            attention_mask[:, :Q] = prompt_mask.repeat_interleave(group_size, 0)
-            ended = torch.zeros(B, dtype=torch.bool, device=device)
-            healthy = hidden.isfinite().all()
-            for t in range(T):
-                logits = vocabulary_logits(model, hidden, weight)
-                logits = sampling.distribution(logits, how, t, end, suppressed)
-                tokens, logps = sampling.draw(logits, uniforms[rows, t], greedy=how.temperature == 0)
-                tokens_BT[rows, t] = torch.where(ended, -1, tokens)
-                logps_BT[rows, t] = torch.where(ended, 0.0, logps)
-                ended = ended | torch.isin(tokens, end)
-                if t == T - 1:
-                    break
-                if t % check_every == 0:
-                    running = (~ended).nonzero().squeeze(-1)
-                    if len(running) == 0:
-                        break
-                    if len(running) <= len(rows) // 2:
-                        rows, tokens, ended = rows[running], tokens[running], ended[running]
-                        cache.batch_select_indices(running)
-                hidden = decoder(
-                    input_ids=tokens[:, None],
-                    attention_mask=attention_mask[rows, : Q + t + 1],
-                    position_ids=(prompt_lengths[rows] + t)[:, None],
-                    **cached,
-                ).last_hidden_state[:, -1]
-                healthy &= hidden.isfinite().all()
-                yield
-        if not healthy:
-            raise FloatingPointError(NOT_FINITE)
-        return tokens_BT, logps_BT
-
 
 def _in_turn(decoders: list[Generator[None, None, Any]]) -> list[Any]:
     """Runs the decoders of several GPUs, a few steps of each in turn, and returns what they return.
@@ -353,14 +289,3 @@ def _in_turn(decoders: list[Generator[None, None, Any]]) -> list[Any]:
         for decoder in decoders:
             decoder.close()
     return [results[i] for i in range(len(decoders))]
-
-
-@contextmanager
-def _eval_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Train mode would switch the cache off under gradient checkpointing; the mode is put back even after an error."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)

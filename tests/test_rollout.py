@@ -1027,3 +1027,26 @@ def test_log_probs_of_a_rollout_belong_to_the_tokens_sampled(policies, family, e
     batch = rollout(model, engine=engine, group_size=4, temperature=0.05)
     logps, _ = logprobs.LogProbs(model, 0.05)(*batch.tokens)
     assert logps[batch.completion_mask].exp().mean() > 0.8
+
+
+@pytest.mark.parametrize("rollout_batch", [1, 4, 7, 100])
+def test_the_fallback_also_decodes_no_more_rows_at_once_than_allowed(rollout_batch):
+    model = tiny_model("qwen2")
+    seen, prompts = calls(model), [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]]
+    free = rollout(model, prompts, engine=False, group_size=3)
+    whole = max(call["input_ids"].shape[0] for call in seen)
+    seen.clear()
+    batch = rollout(model, prompts, engine=False, group_size=3, rollout_batch=rollout_batch)
+    assert completions(batch) == completions(free) and whole == 12
+    assert max(call["input_ids"].shape[0] for call in seen) == min(12, max(3, rollout_batch // 3 * 3))
+
+
+def test_sequences_longer_than_the_windows_are_said_once(capsys):
+    model = tiny_model("mistral", sliding_window=24)
+    sampler = Sampler([model], end_ids=[999], pad_id=0, max_new_tokens=12)
+    assert sampler.engines[0] is not None and "static cache" in capsys.readouterr().err
+    sampler.generate([[5, 6]], group_size=1, temperature=0)
+    assert not capsys.readouterr().err
+    for _ in range(2):
+        sampler.generate([[5] * 13], group_size=1, temperature=0)
+    assert capsys.readouterr().err.count("25 tokens are longer than its sliding windows of 24") == 1

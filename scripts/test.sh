@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv with the test tools, then runs ruff and pytest; arguments go to pytest.
+# Makes .venv with the test tools, then runs ruff and pytest, on two cores; arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/env.sh
@@ -9,4 +9,4 @@ export PATH="$PWD/.venv/bin:$PATH"
 
 ruff check .
 ruff format --check .
-python -m pytest "$@"
+python -m pytest -n 2 --dist loadfile "$@"

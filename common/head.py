@@ -42,7 +42,12 @@ def wide_weight(model: nn.Module) -> torch.Tensor | None:
 
 
 def token_logps(
-    model: nn.Module, hidden: torch.Tensor, ids: torch.Tensor, temperature: float, compile: bool = False
+    model: nn.Module,
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    temperature: float,
+    compile: bool = False,
+    train_entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy of tokens, in fp32, a chunk of the logits at a time.
 
@@ -52,12 +57,14 @@ def token_logps(
         ids: [N] int64.
         temperature: divides the logits.
         compile: compile what is not a matrix product.
+        train_entropy: let gradients through the entropy too.
 
     Returns:
-        [N] and [N] fp32, nats; no gradient through the entropy.
+        [N] and [N] fp32, nats.
     """
     output = model.get_output_embeddings()
-    return _Head.apply(hidden, output.weight, output.bias, ids, temperature, _softcap(model), compile)
+    options = temperature, _softcap(model), compile, train_entropy
+    return _Head.apply(hidden, output.weight, output.bias, ids, *options)
 
 
 def _softcap(model: nn.Module) -> float | None:
@@ -116,12 +123,23 @@ def _stats(logits_nV: torch.Tensor, ids_n: torch.Tensor, temperature: float) -> 
     return tuple(x.squeeze(-1) for x in (token_n1 - log_n1, log_n1 + spread_n1 / total_n1, log_n1 + top_n1))
 
 
-def _logit_gradient(logits_nV, ids_n, lse_n, factor_n, temperature, softcap, dtype) -> torch.Tensor:
-    """Gradient with respect to the logits before the soft cap, [n, V], where `factor` is that of logp / temperature."""
+def _logit_gradient(
+    logits_nV, ids_n, lse_n, factor_n, temperature, softcap, dtype, entropy_n=None, entropy_factor_n=None
+) -> torch.Tensor:
+    """Gradient with respect to the logits before the soft cap, [n, V].
+
+    `factor` is the incoming gradient of logp, divided by the temperature, `entropy_factor` that of the entropy H: with
+    respect to a scaled logit the one changes by 1 - p (or -p), the other by -p (log p + H).
+    """
     probs_nV = (logits_nV / temperature).sub_(lse_n[:, None]).exp_()
+    change_nV = None
+    if entropy_n is not None:
+        change_nV = torch.special.entr(probs_nV).sub_(probs_nV * entropy_n[:, None]).mul_(entropy_factor_n[:, None])
     # the one is added before rounding to half precision, where 1 - p would vanish for likely tokens
     is_token_nV = torch.arange(logits_nV.shape[-1], device=ids_n.device) == ids_n[:, None]
     grad_nV = probs_nV.neg_().add_(is_token_nV).mul_(factor_n[:, None])
+    if change_nV is not None:
+        grad_nV = grad_nV.add_(change_nV)
     if softcap is not None:
         grad_nV = grad_nV.mul_(1 - (logits_nV / softcap) ** 2)
     return grad_nV.to(dtype)
@@ -136,13 +154,15 @@ class _Head(torch.autograd.Function):
     """Log-probability and entropy of N tokens from hidden states, a chunk of the logits at a time.
 
     The backward pass computes the logits again. With a frozen head (LoRA) it need not: the gradient of a token's
-    log-probability then has the incoming gradient as a factor only, and the rest of it is made in the forward pass.
+    log-probability then has the incoming gradient as a factor only, and the rest of it is made in the forward pass,
+    unless the entropy is trained as well.
     """
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, bias_V, ids_N, temperature, softcap, compile):
+    def forward(ctx, hidden_NH, weight_VH, bias_V, ids_N, temperature, softcap, compile, train_entropy=False):
         head_trained = weight_VH.requires_grad or (bias_V is not None and bias_V.requires_grad)
-        ctx.frozen, ctx.options = hidden_NH.requires_grad and not head_trained, (temperature, softcap, compile)
+        ctx.frozen = hidden_NH.requires_grad and not head_trained and not train_entropy
+        ctx.options = temperature, softcap, compile
         operand_VH = _operand(weight_VH)
         stats, jacobian = [], []
         for hidden_nH, ids_n in _chunks(hidden_NH, ids_N):
@@ -158,36 +178,45 @@ class _Head(torch.autograd.Function):
         if ctx.frozen:
             ctx.save_for_backward(torch.cat(jacobian))
         else:
-            ctx.save_for_backward(hidden_NH, weight_VH, bias_V, ids_N, lse_N)
-        ctx.mark_non_differentiable(entropy_N)
+            ctx.save_for_backward(hidden_NH, weight_VH, bias_V, ids_N, lse_N, *[entropy_N][:train_entropy])
+        if not train_entropy:
+            ctx.mark_non_differentiable(entropy_N)
         return logps_N, entropy_N
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_N, _):
+    def backward(ctx, grad_N, entropy_grad_N):
         if ctx.frozen:
             (jacobian_NH,) = ctx.saved_tensors
-            return (jacobian_NH * grad_N[:, None]).to(jacobian_NH.dtype), *[None] * 6
-        hidden_NH, weight_VH, bias_V, ids_N, lse_N = ctx.saved_tensors
+            return (jacobian_NH * grad_N[:, None]).to(jacobian_NH.dtype), *[None] * 7
+        hidden_NH, weight_VH, bias_V, ids_N, lse_N, *entropy = ctx.saved_tensors
         temperature, softcap, compile = ctx.options
         # the largest becomes LARGEST, whatever the loss is scaled by: fp16 neither overflows nor loses the small ones
-        grad_N = grad_N / temperature
-        unit = F.pad(grad_N.abs(), (0, 1), value=1e-30).amax() / LARGEST
+        factor_N = grad_N / temperature
+        largest_N = factor_N.abs()
+        if entropy:  # with the factor of its gradient; p (log p + H) stays below 4 in any vocabulary
+            entropy.append(entropy_grad_N / temperature)
+            largest_N = torch.maximum(largest_N, 4 * entropy[1].abs())
+        unit = F.pad(largest_N, (0, 1), value=1e-30).amax() / LARGEST
+        factor_N, entropy[1:] = factor_N / unit, [x / unit for x in entropy[1:]]
         operand_VH = _operand(weight_VH)
-        grad_hidden, grad_VH = [], torch.zeros_like(weight_VH, dtype=torch.float32)
+        train_weight = ctx.needs_input_grad[1]
+        grad_hidden, grad_VH = [], torch.zeros_like(weight_VH, dtype=torch.float32) if train_weight else None
         grad_V = torch.zeros(len(weight_VH), device=weight_VH.device)
-        for hidden_nH, ids_n, lse_n, factor_n in _chunks(hidden_NH, ids_N, lse_N, grad_N / unit):
+        for hidden_nH, ids_n, lse_n, factor_n, *entropy_n in _chunks(hidden_NH, ids_N, lse_N, factor_N, *entropy):
             logits_nV = _project(hidden_nH, operand_VH, bias_V, softcap)
-            args = ids_n, lse_n, factor_n, temperature, softcap, operand_VH.dtype
+            args = ids_n, lse_n, factor_n, temperature, softcap, operand_VH.dtype, *entropy_n
             grad_nV = _kernel(_logit_gradient, compile)(logits_nV, *args)
             del logits_nV
             grad_hidden.append(_mm(grad_nV, operand_VH).mul_(unit).to(hidden_NH.dtype))
-            _add_mm(grad_VH, grad_nV.t(), hidden_nH)
+            if train_weight:
+                _add_mm(grad_VH, grad_nV.t(), hidden_nH)
             if bias_V is not None:
                 grad_V += grad_nV.sum(0, dtype=torch.float32)
             del grad_nV
+        grad_weight = grad_VH.mul_(unit).to(weight_VH.dtype) if train_weight else None
         grad_bias = None if bias_V is None else (grad_V * unit).to(bias_V.dtype)
-        return torch.cat(grad_hidden), grad_VH.mul_(unit).to(weight_VH.dtype), grad_bias, *[None] * 4
+        return torch.cat(grad_hidden), grad_weight, grad_bias, *[None] * 5
 
 
 def _chunks(*tensors_N: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -37,7 +37,7 @@ class LogProbs(nn.Module):
         compiled: whether transformer blocks and head are compiled.
     """
 
-    def __init__(self, model: nn.Module, temperature: float, compile: bool = False):
+    def __init__(self, model: nn.Module, temperature: float, compile: bool = False, train_entropy: bool = False):
         """Wraps a model, whose attention becomes that of common/attention.py if it is of the plain causal kind.
 
         Args:
@@ -45,6 +45,7 @@ class LogProbs(nn.Module):
             temperature: the sampling temperature; the log-probabilities are those of the distribution sampled from.
             compile: compile what is worth it, on a GPU; not under DataParallel, whose copies and threads would have
                 every GPU compile for itself, at the same time.
+            train_entropy: let gradients through the entropy too, for an entropy bonus.
 
         Raises:
             TypeError: the output head is more than a linear layer, such as one with an adapter.
@@ -57,7 +58,7 @@ class LogProbs(nn.Module):
                 "plain nn.Linear; leave the head out of target_modules and modules_to_save, and do not quantize it"
             )
         self.model = model
-        self.temperature = temperature
+        self.temperature, self.train_entropy = temperature, train_entropy
         support = attention.install(model)
         self.packed = not support.reason
         self.window = support.window
@@ -83,7 +84,7 @@ class LogProbs(nn.Module):
             completion_mask: [m, C] bool, the tokens of a completion, the end token included: its first ones, or none.
 
         Returns:
-            Log-probabilities [m, C] and entropies [m, C], fp32, nats, 0 where masked; no gradient through the entropy.
+            Log-probabilities [m, C] and entropies [m, C], fp32, nats, 0 where masked.
         """
         (m, Q), device = prompt_ids.shape, prompt_ids.device
         prompt_m, completion_m = prompt_mask.sum(1), completion_mask.sum(1)
@@ -111,7 +112,9 @@ class LogProbs(nn.Module):
         before_N = begin_m[row_N] + prompt_m[row_N] + place_N - 1
         hidden_NH = hidden.flatten(0, 1).index_select(0, before_N)
         ids_N = completion_ids[row_N, place_N]
-        logps_N, entropy_N = token_logps(self.model, hidden_NH, ids_N, self.temperature, self.compiled)
+        logps_N, entropy_N = token_logps(
+            self.model, hidden_NH, ids_N, self.temperature, self.compiled, self.train_entropy
+        )
         zeros_mC = torch.zeros(completion_ids.shape, device=device)
         return zeros_mC.index_put((row_N, place_N), logps_N), zeros_mC.index_put((row_N, place_N), entropy_N)
 

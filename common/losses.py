@@ -98,8 +98,51 @@ def clipped_surrogate(
     return torch.minimum(ratio * advantages, ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * advantages)
 
 
+def dual_clip(surrogate: torch.Tensor, advantages: torch.Tensor, cap: float) -> torch.Tensor:
+    """A floor under the surrogate where the advantage is negative: there a ratio counts up to `cap` at most.
+
+    Without it a token that has become much likelier, and should not have, pushes without bound.
+
+    Args:
+        surrogate: [B] or [B, C] fp32, from `clipped_surrogate`.
+        advantages: [B], or of the shape of `surrogate`.
+        cap: largest ratio that counts, above 1; 3 is usual.
+
+    Returns:
+        fp32, shape of `surrogate`; its gradient is 0 where A < 0 and ratio > cap.
+
+    Source: arXiv 1912.09729 (dual-clip PPO).
+    """
+    advantages = _align(advantages, surrogate)
+    return torch.where(advantages < 0, torch.maximum(surrogate, cap * advantages), surrogate)
+
+
+def cispo_surrogate(logps: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, cap: float) -> torch.Tensor:
+    """Policy gradient with a capped importance weight, which is a constant; to be maximised.
+
+    No token loses its gradient, however far its ratio has moved. The value means nothing, only the gradient does.
+
+    Args:
+        logps: [B, C] fp32, log-probabilities under the policy being trained.
+        ratio: [B, C] fp32, from `token_ratio`.
+        advantages: [B] or [B, C].
+        cap: largest weight.
+
+    Returns:
+        [B, C] fp32; its gradient with respect to logps is min(ratio, cap) * A.
+
+    Source: arXiv 2506.13585, Eqs. 4-5, where the cap is written 1 + epsilon_high; arXiv 2510.13786 finds 4 to 8 alike.
+    """
+    return ratio.detach().clamp(max=cap) * _align(advantages, ratio) * logps.float()
+
+
 def clip_stats(
-    ratio: torch.Tensor, advantages: torch.Tensor, epsilon_low: float, epsilon_high: float, mask: torch.Tensor
+    ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    epsilon_low: float,
+    epsilon_high: float,
+    mask: torch.Tensor,
+    dual_clip: float = 0.0,
 ) -> dict[str, torch.Tensor]:
     """How much of a batch the clip holds back.
 
@@ -109,6 +152,7 @@ def clip_stats(
         epsilon_low: as in `clipped_surrogate`.
         epsilon_high: as in `clipped_surrogate`.
         mask: shape of `ratio`, the entries that count.
+        dual_clip: cap of `dual_clip`; 0: not in use.
 
     Returns:
         0-d fp32 tensors: `clip_fraction` (the clip is active: no gradient), `out_of_range` (outside the clip range,
@@ -117,9 +161,11 @@ def clip_stats(
     ratio, mask = ratio.detach(), mask.bool()
     advantages = _align(advantages, ratio)
     above, below = ratio > 1 + epsilon_high, ratio < 1 - epsilon_low
+    beyond = ratio > (dual_clip or torch.inf)
+    held_back = (above & (advantages > 0)) | ((below | beyond) & (advantages < 0))
     count = mask.sum().clamp(min=1)
     return {
-        "clip_fraction": (((above & (advantages > 0)) | (below & (advantages < 0))) & mask).sum() / count,
+        "clip_fraction": (held_back & mask).sum() / count,
         "out_of_range": ((above | below) & mask).sum() / count,
         "ratio_max": torch.where(mask, ratio, 0.0).max(),
     }
@@ -130,7 +176,8 @@ def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, kind: str) -> torc
 
     With d = logps - ref_logps: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1. k1 and k3 are unbiased as *values*. As a
     *loss* term, in expectation over on-policy tokens, k1 has no gradient at all, k2 has the gradient of KL(pi || ref),
-    and k3 that of KL(ref || pi).
+    and k3 that of KL(ref || pi). Multiplied by the token ratio, with its gradient, k3 has the gradient of
+    KL(pi || ref), also for tokens of an older policy.
 
     Args:
         logps: [B, C] fp32, log-probabilities under pi.

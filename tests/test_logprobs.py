@@ -377,6 +377,46 @@ def test_head_is_its_definition(monkeypatch, bias, temperature, softcap, chunk):
     compare_heads(head_inputs(13, bias=bias), temperature, softcap)
 
 
+@pytest.mark.parametrize("chunk", [1024, 5])
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.3, None), (0.7, 2.0)])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_trained_entropy_has_its_own_gradient(monkeypatch, frozen, temperature, softcap, chunk):
+    monkeypatch.setattr(head, "CHUNK_TOKENS", chunk)
+    hidden, weight, bias, ids, grad = head_inputs(13, bias=True)
+    for x in (weight, bias):
+        x.requires_grad_(not frozen)
+    leaves = [x for x in (hidden, weight, bias) if x.requires_grad]
+    found = head._Head.apply(hidden, weight, bias, ids, temperature, softcap, False, True)
+    expected = exact_head(hidden, weight, bias, ids, temperature, softcap)
+    # the entropy alone, beside the log-probability, and the log-probability alone
+    for factors in ((0.0, 1.0), (1.0, -0.3), (1.0, 0.0)):
+        one, other = (
+            torch.autograd.grad(sum((f * grad * out).sum() for f, out in zip(factors, outputs, strict=True)), leaves,
+                                retain_graph=True)
+            for outputs in (found, expected)
+        )  # fmt: skip
+        for a, b in zip(one, other, strict=True):
+            assert (a - b).abs().max() <= 5e-5 * b.abs().max(), factors
+
+
+def test_the_entropy_of_tokens_without_probability_has_a_finite_gradient():
+    hidden, weight, _, ids, _ = head_inputs(3)
+    _, entropy = head._Head.apply(hidden * 1e4, weight, None, ids, 1.0, None, False, True)
+    (found,) = torch.autograd.grad(entropy.sum(), hidden)
+    assert found.isfinite().all()
+
+
+def test_the_entropy_of_a_policy_can_be_trained(policies):
+    model, batch = policies["qwen2"], pack(PROMPTS, COMPLETIONS)
+    logps, entropy = LogProbs(model, 0.7, train_entropy=True)(*batch.tokens)
+    w = weights(logps.shape)
+    found = gradients(model, (entropy * w).sum())
+    rows = zip(PROMPTS, COMPLETIONS, w, strict=True)
+    expected = sum((naive(model, p, c, 0.7)[1] * w_C[: len(c)]).sum() for p, c, w_C in rows)
+    assert_same_gradients(found, gradients(model, expected), atol=1e-4)
+    assert not LogProbs(model, 0.7)(*batch.tokens)[1].requires_grad
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("chunk", [1024, 5])
 def test_a_frozen_head_gives_the_same_gradient_without_computing_logits_again(monkeypatch, chunk, bias):

@@ -178,6 +178,55 @@ def test_clip_stats_of_nothing_are_finite():
 # --- GSPO ---
 
 
+# ratio, advantage, plain clipped value, value with a dual clip of 3, slope of the latter
+DUAL_CASES = [(5.0, -1.0, -5.0, -3.0, 0.0), (2.0, -1.0, -2.0, -2.0, -1.0), (5.0, 1.0, 1.2, 1.2, 0.0),
+              (0.5, -2.0, -1.6, -1.6, 0.0)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "plain", "value", "slope"), DUAL_CASES)
+def test_dual_clip_holds_large_ratios_of_bad_tokens(ratio, advantage, plain, value, slope):
+    ratio, advantage = leaf([[ratio, 1.0]]), torch.tensor([advantage])
+    surrogate = losses.clipped_surrogate(ratio, advantage, 0.2, 0.2)
+    clipped = losses.dual_clip(surrogate, advantage, 3.0)
+    assert surrogate[0, 0].item() == pytest.approx(plain) and clipped[0, 0].item() == pytest.approx(value)
+    assert clipped[0, 1] == advantage
+    clipped[0, 0].backward()
+    assert ratio.grad[0, 0].item() == pytest.approx(slope)
+
+
+def test_clip_stats_count_what_a_dual_clip_holds_back():
+    ratio, advantages = torch.tensor([5.0, 5.0, 2.0, 1.0]), torch.tensor([-1.0, 1.0, -1.0, 1.0])
+    everything = torch.ones(4)
+    assert losses.clip_stats(ratio, advantages, 0.2, 0.2, everything)["clip_fraction"] == 0.25
+    assert losses.clip_stats(ratio, advantages, 0.2, 0.2, everything, dual_clip=3.0)["clip_fraction"] == 0.5
+
+
+@pytest.mark.parametrize(("ratio", "weight"), [(0.1, 0.1), (1.0, 1.0), (4.9, 4.9), (7.0, 5.0)])
+@pytest.mark.parametrize("advantage", [-2.0, 0.5])
+def test_cispo_weighs_the_gradient_of_every_token_by_its_capped_ratio(ratio, weight, advantage):
+    logps = leaf([[-1.0, -2.0]])
+    ratios = losses.token_ratio(logps, logps.detach() - math.log(ratio))
+    losses.cispo_surrogate(logps, ratios, torch.tensor([advantage]), 5.0).sum().backward()
+    assert logps.grad[0].tolist() == pytest.approx([weight * advantage] * 2, rel=1e-5)
+
+
+def test_on_policy_cispo_has_the_gradient_of_the_clipped_surrogate():
+    logps, _, mask, advantages = off_policy_batch()
+    gradients = []
+    for cispo in (False, True):
+        own = logps.detach().clone().requires_grad_()
+        ratio = losses.token_ratio(own, own.detach())
+        values = (
+            losses.cispo_surrogate(own, ratio, advantages, 5.0)
+            if cispo
+            else losses.clipped_surrogate(ratio, advantages, 0.2, 0.28)
+        )
+        losses.aggregate(values, mask, "token_mean", mask.sum()).backward()
+        gradients.append(own.grad)
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-7)
+    assert gradients[0].any()
+
+
 def test_gspo_gradient_of_a_token_is_ratio_times_advantage_over_group_and_length():
     logps, old_logps, mask, advantages = off_policy_batch()
     gspo_loss(logps, old_logps, mask, advantages, 10, 10, 4).backward()
@@ -417,6 +466,18 @@ def test_expected_kl_gradient_by_enumeration(kind):
     expected = {"k1": torch.zeros(3), "k2": towards_reverse, "k3": towards_forward}[kind]
     assert (towards_reverse - towards_forward).abs().max() > 1e-2  # or the test could not tell them apart
     torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("off_policy", [False, True])
+def test_expected_gradient_of_the_ratio_times_k3_by_enumeration(off_policy):
+    # tokens come from `old`; the gradient wanted is that of KL(pi || ref)
+    logits, logps, ref = three_token_distributions()
+    old = (logits.detach() + (torch.tensor([0.7, -0.2, 0.1]) if off_policy else 0.0)).log_softmax(0)
+    term = losses.token_ratio(logps, old) * losses.kl_estimate(logps, ref, "k3")
+    (found,) = torch.autograd.grad((old.exp() * term).sum(), logits, retain_graph=True)
+    (expected,) = torch.autograd.grad((logps.exp() * (logps - ref)).sum(), logits)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert expected.abs().max() > 0.01
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])

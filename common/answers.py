@@ -13,6 +13,7 @@ When answers are equal (`answers_match`): same text; or the same exact number, w
 60% = 0.6, but 60% != 60 and 0.33 != 1/3; or lists with the same brackets and equal elements, in order for (...) and
 [...], in any order for \{...\} and bare lists; or, where the gold answer is not a number, equal mathematics according
 to Math-Verify. "x = 4" answers 4; "95 + 65" does not answer 160, or a policy would learn to repeat the question.
+Several right answers (`any_answer_matches`): a completion is right if its one answer equals any of them.
 """
 
 import functools
@@ -26,6 +27,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Sequence
 from fractions import Fraction
 
 _PLAIN = str.maketrans("\N{MINUS SIGN}\N{EN DASH}-0123456789%。,!()", "---0123456789%.,!()")
@@ -157,6 +160,58 @@ def answers_match(completion: str, answer: str, *, limit: float = 5.0) -> float:
         return math.nan
 
 
+def any_answer_matches(completion: str, accepted: Sequence[str | int | float], *, limit: float = 5.0) -> float:
+    """Compare the answer of a completion with several right answers.
+
+    Args:
+        completion: text of the model.
+        accepted: the right answers, at least one; texts are gold answers as in `answers_match`.
+        limit: as in `answers_match`. The first right answer whose evaluation needs longer is the last one tried, or
+            one hostile text would cost the limit as often as there are right answers.
+
+    Returns:
+        1.0 if the completion's answer equals one of them by the rules of `answers_match`, else 0.0. NaN, whatever the
+        completion, if one of them cannot be graded: the completions that it makes right would count as wrong. NaN too
+        if the Math-Verify process died of anything but its time limit.
+
+    Raises:
+        ValueError: `accepted` is no list, is empty, or holds anything but texts and finite numbers.
+    """
+    texts = _accepted_texts(accepted)
+    numbers = [_gold_number(text) for text in texts]
+    others = [_gold(text) for text, number in zip(texts, numbers, strict=True) if number is None]
+    try:
+        if not all(gold is not None and _is_gradable(gold, limit) for gold in others):
+            return math.nan
+        found = extract_answer(completion)
+        if found is None:
+            return 0.0
+        number = _number_in(found)
+        if found in others or (number is not None and number in numbers):  # read once, not once per right answer
+            return 1.0
+        for gold in others:
+            start = time.monotonic()
+            if _same(found, gold, limit):
+                return 1.0
+            if time.monotonic() - start >= limit:
+                break
+        return 0.0
+    except ChildProcessError:
+        return math.nan
+
+
+def normal_answer(completion: str) -> str | None:
+    """Answer of a completion in a form to count with: "49", "49.", "x = 49.0" and "The number is 49" are all 49.
+
+    Returns:
+        A number as an exact integer or fraction, any other answer as `extract_answer` reads it; None without one.
+        Equal mathematics written in two ways is two answers: only numbers have one form.
+    """
+    found = extract_answer(completion)
+    number = None if found is None else _number_in(found)
+    return found if number is None else str(number)
+
+
 def numbers_match(completion: str, answer: str) -> float:
     """Compare the answer of a completion with a gold answer that is a number, without Math-Verify.
 
@@ -167,10 +222,31 @@ def numbers_match(completion: str, answer: str) -> float:
     Returns:
         1.0 if both are the same exact number, else 0.0; NaN for a gold answer that is not a number.
     """
-    gold = to_fraction(_gold(answer) or "")
+    gold = _gold_number(answer)
     return math.nan if gold is None else float(to_fraction(_right_side(extract_answer(completion) or "")) == gold)
 
 
+def _accepted_texts(accepted: Sequence[str | int | float]) -> list[str]:
+    if not isinstance(accepted, (list, tuple)) or not accepted:
+        raise ValueError(
+            f"accepted is {accepted!r:.80}: must be a list of at least one right answer; write it as "
+            '["14", "21"], or null in a row where `answer` is the only one'
+        )
+    texts = []
+    for value in accepted:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
+        if not is_number and not isinstance(value, str):
+            raise ValueError(f"accepted holds {value!r:.80}: a right answer is a text or a finite number; correct it")
+        texts.append(str(value))
+    return texts
+
+
+@functools.lru_cache(maxsize=4096)  # the right answers of a row come back with every completion of its group
+def _gold_number(answer: str) -> Fraction | None:
+    return to_fraction(_gold(answer) or "")
+
+
+@functools.lru_cache(maxsize=4096)
 def _gold(answer: str) -> str | None:
     is_marked = any(marker in answer for marker in ("<answer>", "####", "\\boxed", "\\fbox"))
     gold = extract_answer(answer) if is_marked else clean(answer)
@@ -200,6 +276,11 @@ def _same(found: str, gold: str, limit: float) -> bool:
         return found_number == gold_number
     # Math-Verify takes 1,234 for a set and 5% for 5, so a number reaches it as an exact fraction.
     return _math_verify(gold, found if found_number is None else str(found_number), limit)
+
+
+def _number_in(found: str) -> Fraction | None:
+    """The number that `_same` compares with a gold number: 4 for "x = 4"; None if the answer is anything else."""
+    return None if _as_list(found) else to_fraction(_UNIT.sub("", _right_side(found)))
 
 
 def _same_list(found: tuple[str, list[str], str], gold: tuple[str, list[str], str], limit: float) -> bool:

@@ -8,15 +8,24 @@ included. NaN means "this row cannot be scored": it is dropped from the loss and
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
 import torch
 
-from common.answers import answers_match, extract_answer, last_boxed, last_number, numbers_match
+from common.answers import (
+    answers_match,
+    any_answer_matches,
+    extract_answer,
+    last_boxed,
+    last_number,
+    numbers_match,
+)
 
 __all__ = [
     "RewardModel",
+    "Scored",
     "answers_match",
     "exact_match",
     "extract_answer",
@@ -26,6 +35,7 @@ __all__ = [
     "length_reward",
     "math_match",
     "numeric_match",
+    "overlong_penalty",
     "score",
 ]
 
@@ -33,8 +43,27 @@ _FP32_MAX = torch.finfo(torch.float32).max
 
 
 def math_match(completions: list[str], answers: list[str], **columns: list) -> list[float]:
-    """1 if the answer of a completion matches the gold answer, else 0; NaN for a gold answer that cannot be graded."""
-    return [answers_match(completion, answer) for completion, answer in zip(completions, answers, strict=True)]
+    """1 if the answer of a completion matches the gold answer, else 0; NaN for a gold answer that cannot be graded.
+
+    Args:
+        completions: B texts.
+        answers: B gold answers; read where the column `accepted` holds None or is missing.
+        columns: `accepted`, if it is there, holds B lists of right answers, texts or numbers: matching one is enough.
+
+    Raises:
+        ValueError: `accepted` of a row is no list, is empty, or holds anything but texts and finite numbers.
+    """
+    accepted_B = columns.get("accepted", [None] * len(answers))
+    values = []
+    for row, (completion, answer, accepted) in enumerate(zip(completions, answers, accepted_B, strict=True)):
+        if accepted is None:
+            values.append(answers_match(completion, answer))
+            continue
+        try:
+            values.append(any_answer_matches(completion, accepted))
+        except ValueError as error:
+            raise ValueError(f"row {row}, whose answer is {answer!r:.80}: {error}") from error
+    return values
 
 
 def numeric_match(completions: list[str], answers: list[str], **columns: list) -> list[float]:
@@ -84,7 +113,51 @@ def length_reward(target: int, width: int | None = None, tokenizer: Any = None) 
     return length_reward
 
 
+def overlong_penalty(lengths: torch.Tensor, max_new_tokens: int, cache: int) -> torch.Tensor:
+    """Soft penalty of long completions: 0 up to max_new_tokens - cache, then in a straight line to -1 at the limit.
+
+    Args:
+        lengths: [B] int64, tokens sampled, end token included.
+        max_new_tokens: the limit.
+        cache: tokens over which the penalty grows.
+
+    Returns:
+        [B] fp32, from -1 to 0.
+
+    Source: arXiv 2503.14476, Eq. 13, with L_max = max_new_tokens and L_cache = cache.
+    """
+    return ((max_new_tokens - cache - lengths).float() / cache).clamp(-1.0, 0.0)
+
+
 # Scoring a batch
+
+
+@dataclass
+class Scored:
+    """What is known of completions once they are scored.
+
+    Attributes:
+        completions: B texts.
+        rewards: [B] fp32 on the CPU, NaN = unscored.
+        by_function: [B] fp32 of each reward function and reward model by name, unweighted.
+    """
+
+    completions: list[str]
+    rewards: torch.Tensor
+    by_function: dict[str, torch.Tensor]
+
+    def put(self, rows: Sequence[int], other: "Scored") -> None:
+        """Replaces some rows by those of another, in place.
+
+        Args:
+            rows: b row numbers.
+            other: of b completions, scored by the same functions.
+        """
+        for row, completion in zip(rows, other.completions, strict=True):
+            self.completions[row] = completion
+        self.rewards[rows] = other.rewards
+        for name, values in other.by_function.items():
+            self.by_function[name][rows] = values
 
 
 def score(

@@ -3,18 +3,89 @@
 Run:   python scripts/evaluate.py runs/gspo/checkpoint-000060                      on the built-in test rows
        python scripts/evaluate.py MODEL --data test.jsonl --examples 300 --max_new_tokens 256
        python scripts/evaluate.py MODEL --data test.jsonl --samples 8              mean and pass@8 at temperature 1
-Prints one JSON line; --out FILE writes every completion beside it. Right or wrong is decided by common/answers.py.
+Prints one JSON line; --out FILE writes every completion beside it. Right or wrong is decided by common/answers.py; a
+data row with a list of right answers in `accepted` is right with any of them.
+With --samples N, over the prompts that have a score:
+  pass@k             chance that one of k samples is right, for k = 1, 2, 4, ... and N, estimated without bias from N
+  distinct           different texts among the N samples of a prompt, mean
+  distinct_correct   different right answers among the N samples of a prompt, mean; a prompt without one counts 0
+  effective_correct  exp(entropy) of the right answers of a prompt, mean over the prompts that have one: 1 if the answer
+                     is always the same, and their number if all come equally often
+Answers differ by what they say, not as texts: "49", "49." and "The number is 49" are one answer.
 """
 
 import argparse
 import json
+import math
 import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import data, models, rewards, rollout
+from common.answers import normal_answer
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """Chance that at least one of k samples is right, estimated without bias from more samples.
+
+    Args:
+        num_samples: n, samples of one prompt.
+        num_right: c, how many of them are right, 0 to n.
+        k: samples that one may draw, 1 to n.
+
+    Returns:
+        1 - C(n - c, k) / C(n, k), in [0, 1]. Chen et al. 2021, arXiv 2107.03374, equation 1.
+
+    Raises:
+        ValueError: k or c outside its range.
+    """
+    if not 0 <= num_right <= num_samples or not 1 <= k <= num_samples:
+        raise ValueError(
+            f"pass@{k} of {num_samples} samples with {num_right} right: k is 1 to the number of samples, and no more "
+            "can be right than were drawn; take more samples"
+        )
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)  # exact integers until here
+
+
+def effective_number(answers: Sequence[str]) -> float:
+    """exp(entropy) of how often each answer comes, entropy in nats: 1 for one answer, n for n equally frequent ones.
+
+    Raises:
+        ValueError: no answers, which have no distribution.
+    """
+    if not answers:
+        raise ValueError("effective number of 0 answers: at least one is needed; leave out prompts without any")
+    shares = [count / len(answers) for count in Counter(answers).values()]
+    return math.exp(-sum(share * math.log(share) for share in shares))
+
+
+def sample_metrics(groups: Sequence[Sequence[dict]], num_samples: int) -> dict[str, float | None]:
+    """The metrics of --samples, by the definitions at the top of this file.
+
+    Args:
+        groups: the scored prompts, each with its N lines as in --out: `score`, `completion`, `extracted`.
+        num_samples: N, at least 1.
+
+    Returns:
+        Values by name, each a mean over the prompts; None where no prompt counts.
+    """
+    right = [[line["extracted"] for line in group if line["score"] == 1] for group in groups]
+    ks = sorted({2**i for i in range(num_samples.bit_length())} | {num_samples})
+    result = {f"pass@{k}": mean(pass_at_k(num_samples, len(answers), k) for answers in right) for k in ks}
+    result["distinct"] = mean(len({line["completion"] for line in group}) for group in groups)
+    result["distinct_correct"] = mean(len(set(answers)) for answers in right)
+    result["effective_correct"] = mean(effective_number(answers) for answers in right if answers)
+    return result
+
+
+def mean(values: Iterable[float]) -> float | None:
+    """Mean; None without values."""
+    values = list(values)
+    return sum(values) / len(values) if values else None
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -68,7 +139,8 @@ def main(argv: list[str] | None = None) -> None:
         for row, (completion, score) in enumerate(zip(completions, scores, strict=True)):
             example, truncated = part[row // group_size], bool(batch.truncated[row])
             line = {"row": example.index, "prompt": example.prompt, "answer": example.answer, "completion": completion}
-            lines.append({**line, "score": score, "truncated": truncated, "tokens": int(batch.lengths[row])})
+            line |= {"extracted": normal_answer(completion), "score": score}
+            lines.append({**line, "truncated": truncated, "tokens": int(batch.lengths[row])})
     scores = torch.tensor([line["score"] for line in lines]).view(-1, group_size)
     scored = ~scores.isnan().any(1)
     result = {
@@ -81,7 +153,8 @@ def main(argv: list[str] | None = None) -> None:
         "tokens": sum(line["tokens"] for line in lines) / len(lines),
     }
     if args.samples:
-        result[f"pass@{args.samples}"] = scores[scored].amax(1).mean().item() if scored.any() else None
+        groups = [lines[i * group_size : (i + 1) * group_size] for i in scored.nonzero().flatten().tolist()]
+        result |= sample_metrics(groups, group_size)
     if args.out:
         with open(args.out, "w", encoding="utf-8", errors="backslashreplace") as file:
             for line in lines:

@@ -432,6 +432,128 @@ def test_math_match_and_numeric_match():
     assert rewards.numeric_match([r"\boxed{x <= 5}", "5"], ["5", "x"]) == pytest.approx([0, nan], nan_ok=True)
 
 
+@pytest.mark.parametrize(
+    ("completion", "accepted", "expected"),
+    [
+        ("The number is 21.", ["14", "21"], 1),
+        ("14", ["14", "21"], 1),
+        ("first 14, then 15", ["14", "21"], 0),  # one answer, the last number
+        ("14, 21", ["14", "21"], 0),  # a list of both is neither
+        ("x, y = 14", ["14"], 0),
+        ("x = 14", ["14"], 1),
+        (r"\boxed{14\text{ m}}", ["14"], 1),
+        ("7 + 7", ["14", "21"], 0),  # only numbers answer numbers
+        ("no idea", ["14", "21"], 0),
+        ("", ["14"], 0),
+        ("0.5", [8, 0.5], 1),
+        ("8", [8.0, "1/2"], 1),
+        ("50%", [8, "1/2"], 1),
+        ("Rome", ["Paris", "Rome", 3], 1),
+        ("rome", ["Paris", "Rome", 3], 0),
+        ("2, 1", ["(3, 4)", "1, 2"], 1),
+        ("5", ["the long way", "#### 5"], nan),  # whatever the completion: what it makes right would count as wrong
+        ("6", ["5", ""], nan),
+        ("5", ["5", "see figure"], nan),
+    ],
+)
+def test_math_match_takes_any_accepted_answer(completion, accepted, expected, monkeypatch):
+    monkeypatch.setattr(
+        answers_module, "_math_verify", lambda *question: pytest.fail(f"Math-Verify was asked {question}")
+    )
+    values = rewards.math_match([completion], ["99"], accepted=[accepted], prompts=["p"])
+    assert values == pytest.approx([expected], nan_ok=True)
+
+
+def test_math_match_of_rows_with_and_without_accepted():
+    completions, answers = ["21", "14", "21", "14", "99"], ["14", "14", "14", "see figure", "99"]
+    accepted = [["14", "21"], None, None, None, ["14", "21"]]  # the list counts alone where there is one
+    values = rewards.math_match(completions, answers, accepted=accepted)
+    assert values == pytest.approx([1, 1, 0, nan, 0], nan_ok=True)
+    with pytest.raises(ValueError, match=r"zip\(\) argument"):
+        rewards.math_match(completions, answers, accepted=accepted[:4])
+
+
+def test_accepted_expressions_are_compared_as_mathematics():
+    accepted = [["x + 2", "x^2 + 2x + 1"]] * 3 + [["x + 2", r"\foo{3}"]]
+    completions = [r"\boxed{(x+1)^2}", r"\boxed{2 + x}", r"\boxed{x + 3}", r"\boxed{x + 2}"]
+    assert rewards.math_match(completions, ["1"] * 4, accepted=accepted) == pytest.approx([1, 1, 0, nan], nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "message"),
+    [
+        ([], r"row 1, whose answer is '14': accepted is \[\]: must be a list of at least one right answer; write"),
+        ("14, 21", "row 1, whose answer is '14': accepted is '14, 21': must be a list"),
+        (14, "accepted is 14: must be a list"),
+        ({"14": 1}, "must be a list"),
+        (["14", None], "row 1, whose answer is '14': accepted holds None: a right answer is a text or a finite number"),
+        (["14", ["21"]], r"accepted holds \['21'\]"),
+        ([14, nan], "accepted holds nan"),
+        ([14, -math.inf], "accepted holds -inf"),
+        ([1, True], "accepted holds True"),
+    ],
+)
+def test_unusable_accepted_answers_are_refused(accepted, message):
+    with pytest.raises(ValueError, match=message):
+        rewards.math_match(["14", "14"], ["14", "14"], accepted=[["14"], accepted])
+
+
+def test_a_hostile_completion_costs_one_limit_and_a_dead_grader_is_no_score(monkeypatch):
+    asked = []
+
+    def slow(gold, found, limit):
+        asked.append(found)
+        if found is not None:
+            time.sleep(limit)  # what a computation that is cut off takes
+        return found is None
+
+    monkeypatch.setattr(answers_module, "_math_verify", slow)
+    accepted = [f"x + {i}" for i in range(50)]
+    assert answers_module.any_answer_matches(r"\boxed{y + 1}", accepted, limit=0.05) == 0
+    assert asked == [None] * 50 + ["y + 1"]
+    assert answers_module.any_answer_matches(r"\boxed{x + 49}", accepted, limit=0.05) == 1  # the same text
+
+    def dies(gold, found, limit):
+        raise ChildProcessError("killed")
+
+    monkeypatch.setattr(answers_module, "_math_verify", dies)
+    assert math.isnan(answers_module.any_answer_matches("3", accepted))
+
+
+def test_accepted_answers_are_not_read_again_for_every_right_answer(monkeypatch):
+    completions = [f"The number is {number}." for number in range(10, 100)] * 2
+    accepted = [[str(number) for number in range(10, 100)]] * len(completions)
+    rewards.math_match(completions[:1], ["10"], accepted=accepted[:1])
+    texts, clean = [], answers_module.clean
+    monkeypatch.setattr(answers_module, "clean", lambda text: texts.append(text) or clean(text))
+    assert rewards.math_match(completions, ["10"] * len(completions), accepted=accepted) == [1.0] * len(completions)
+    assert len(texts) < 10 * len(completions)  # 90 right answers each: read anew, they would be 90 times as many
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("49", "49"),
+        ("49.", "49"),
+        ("The number is 49", "49"),
+        (r"so \boxed{x = 49.0}", "49"),
+        ("**+49**", "49"),
+        (r"\boxed{49\text{ m}}", "49"),
+        ("50%", "1/2"),
+        (r"\frac{2}{4}", "1/2"),
+        ("-1,234", "-1234"),
+        ("Paris", "Paris"),
+        ("(1, 2)", "(1, 2)"),
+        (r"\boxed{x+1}", "x+1"),
+        ("9" * 5000, "9" * 5000),  # too long for a number
+        ("<think>49", None),
+        ("no idea", None),
+    ],
+)
+def test_normal_answer_has_one_form_for_a_number(text, answer):
+    assert answers_module.normal_answer(text) == answer
+
+
 def test_exact_match_takes_the_whole_text():
     assert rewards.exact_match([" 42\n", "is 42", "42.0"], ["42", "42", "42"], prompts=[1, 2, 3]) == [1, 0, 0]
 

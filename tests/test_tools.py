@@ -1,12 +1,16 @@
-"""The command-line tools that stand beside training: model conversion, the arithmetic task, the plot."""
+"""The command-line tools that stand beside training: model conversion, the made tasks, the evaluation, the plot."""
 
 import importlib.util
+import itertools
 import json
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import build_tokenizer
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
@@ -70,6 +74,168 @@ def test_arithmetic_seed_decides_and_train_size_keeps_the_test_set(arithmetic, t
 def test_arithmetic_refuses_impossible_sizes(arithmetic, tmp_path, option, value):
     with pytest.raises(ValueError, match=option):
         arithmetic.main([str(tmp_path), option, value])
+
+
+# --- make_numbers.py ---
+
+
+@pytest.fixture(scope="module")
+def numbers():
+    return load_script("make_numbers")
+
+
+def right_numbers(question):
+    """The numbers from 10 to 99 that a question asks for, worked out from its words alone."""
+    [what] = re.findall(r"^Name a two-digit (.*)\.$", question)
+    tests = []
+    for pattern, test in [
+        (r"^multiple of (\d+)", lambda n, d: n % d == 0),
+        (r"greater than (\d+)", lambda n, a: n > a),
+        (r"(?<!to )less than (\d+)", lambda n, b: n < b),
+        (r"ends in the digit (\d)$", lambda n, d: str(n)[-1] == str(d)),
+        (r"digits add up to (\d+)$", lambda n, s: int(str(n)[0]) + int(str(n)[1]) == s),
+        (r"digits add up to more than (\d+)$", lambda n, s: int(str(n)[0]) + int(str(n)[1]) > s),
+        (r"digits add up to less than (\d+)$", lambda n, s: int(str(n)[0]) + int(str(n)[1]) < s),
+    ]:
+        if match := re.search(pattern, what):
+            tests.append((test, int(match[1])))
+            what = what[: match.start()] + what[match.end() :]
+    words = re.sub(r"\b(number|that|and|whose)\b", "", what).split()
+    parity = {(): (0, 1), ("even",): (0,), ("odd",): (1,)}[tuple(words)]  # KeyError: a word that was not understood
+    assert tests
+    return [str(n) for n in range(10, 100) if n % 2 in parity and all(test(n, value) for test, value in tests)]
+
+
+@pytest.fixture(scope="module")
+def numbers_files(numbers, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("numbers")
+    numbers.main([str(folder)])
+    return [read_rows(folder / name) for name in ("train.jsonl", "test.jsonl")]
+
+
+def test_numbers_accept_exactly_the_right_answers_and_no_problem_comes_twice(numbers_files):
+    train, test = numbers_files
+    assert (len(train), len(test)) == (512, 64)
+    questions = [row["prompt"][-1]["content"] for row in train + test]
+    for row, question in zip(train + test, questions, strict=True):
+        assert row["accepted"] == right_numbers(question), question
+        assert 4 <= len(row["accepted"]) <= 90 and row["answer"] in row["accepted"]
+    # neither in the same words nor in others
+    assert len(set(questions)) == len({tuple(row["accepted"]) for row in train + test}) == 576
+    kinds = ["multiple", "ends in", "add up", "even|odd", "number greater than [0-9]+ and"]
+    counts = [sum(bool(re.search(kind, question)) for question in questions[512:]) for kind in kinds]
+    assert all(12 <= count <= 13 for count in counts[:4]) and counts[4] == 64 - sum(counts[:3])  # parities name ranges
+
+
+def test_numbers_are_asked_after_examples_with_right_answers(numbers_files):
+    rows = numbers_files[0] + numbers_files[1]
+    *turns, question = rows[0]["prompt"]
+    assert [turn["role"] for turn in [*turns, question]] == ["user", "assistant"] * 5 + ["user"]
+    examples = {turn["content"]: reply["content"] for turn, reply in zip(turns[::2], turns[1::2], strict=True)}
+    assert len(examples) == 5 and all(answer in right_numbers(asked) for asked, answer in examples.items())
+    asked = {tuple(right_numbers(question)) for question in examples}
+    assert asked.isdisjoint(tuple(row["accepted"]) for row in rows)
+    assert all(row["prompt"][:-1] == turns for row in rows)
+
+
+def test_numbers_seed_decides_and_train_size_keeps_the_test_set(numbers, numbers_files):
+    train, test = numbers_files
+    longer = numbers.make_rows(64 + 3000, seed=0)
+    assert longer[: 64 + 512] == test + train
+    assert numbers.make_rows(64, seed=1) != test
+
+
+@pytest.mark.parametrize(("option", "value"), [("--train", "9000"), ("--train", "0"), ("--test", "-1")])
+def test_numbers_refuse_impossible_sizes(numbers, tmp_path, option, value):
+    with pytest.raises(ValueError, match=option):
+        numbers.main([str(tmp_path), option, value])
+
+
+# --- evaluate.py ---
+
+
+@pytest.fixture(scope="module")
+def evaluation():
+    return load_script("evaluate")
+
+
+def test_pass_at_k_is_the_share_of_draws_with_a_right_sample(evaluation):
+    assert evaluation.pass_at_k(6, 4, 2) == pytest.approx(14 / 15)  # 1 of 15 pairs has both wrong ones
+    for right in range(6):
+        for k in range(1, 6):
+            draws = list(itertools.combinations([True] * right + [False] * (5 - right), k))
+            share = sum(map(any, draws)) / len(draws)
+            assert evaluation.pass_at_k(5, right, k) == pytest.approx(share, abs=1e-12)
+    assert evaluation.pass_at_k(2000, 1, 1000) == pytest.approx(0.5)  # counts beyond floating point
+    for bad in [(5, 6, 1), (5, -1, 1), (5, 2, 6), (5, 2, 0)]:
+        with pytest.raises(ValueError, match="k is 1 to the number of samples"):
+            evaluation.pass_at_k(*bad)
+
+
+def test_effective_number_of_answers(evaluation):
+    assert evaluation.effective_number(["14"] * 3) == 1
+    assert evaluation.effective_number(["14", "21", "28"] * 2) == pytest.approx(3)
+    # 3/4 and 1/4: (4/3)^(3/4) * 4^(1/4)
+    assert evaluation.effective_number(["14", "14", "21", "14"]) == pytest.approx(1.7547654)
+    with pytest.raises(ValueError, match="at least one"):
+        evaluation.effective_number([])
+
+
+def evaluate_texts(evaluation, monkeypatch, capsys, tmp_path, rows, texts, *options):
+    """What evaluate.py prints, and its --out lines, for a model that says the given texts, one list per prompt."""
+
+    class Sampler:
+        def __init__(self, *args, **options):
+            pass
+
+        def generate(self, prompts, group_size, prompt_numbers, **options):
+            said = [text for number in prompt_numbers for text in texts[number]]
+            assert len(said) == len(prompts) * group_size
+            return SimpleNamespace(
+                texts=lambda tokenizer: said, truncated=torch.zeros(len(said)), lengths=torch.ones(len(said))
+            )
+
+    monkeypatch.setattr(evaluation.models, "load_policy", lambda *args: (build_tokenizer(), None))
+    monkeypatch.setattr(evaluation.models, "end_token_ids", lambda *args: [3])
+    monkeypatch.setattr(evaluation.rollout, "Sampler", Sampler)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out.jsonl"
+    evaluation.main(["model", "--data", str(tmp_path / "rows.jsonl"), "--device", "cpu", "--out", str(out), *options])
+    return json.loads(capsys.readouterr().out.splitlines()[-1]), read_rows(out)
+
+
+ROWS = [
+    {"prompt": "what is 1 ?", "answer": "14", "accepted": ["14", "21", "28"]},
+    {"prompt": "what is 2 ?", "answer": "see figure"},
+    {"prompt": "what is 3 ?", "answer": "7"},
+]
+TEXTS = [["14", "14.", "The number is 21", "15", "no idea", "14"], ["1", "2", "3", "4", "5", "6"], ["8"] * 6]
+
+
+def test_evaluate_reports_pass_at_k_and_diversity(evaluation, monkeypatch, capsys, tmp_path):
+    options = ["--samples", "6", "--batch_size", "12"]  # two prompts at a time
+    result, lines = evaluate_texts(evaluation, monkeypatch, capsys, tmp_path, ROWS, TEXTS, *options)
+    # 4 of 6 and 0 of 6 are right; the prompt in the middle has no score
+    expected = {"accuracy": 1 / 3, "pass@1": 1 / 3, "pass@2": 7 / 15, "pass@4": 0.5, "pass@6": 0.5}
+    expected |= {"examples": 2, "unscored": 1, "distinct": (5 + 1) / 2, "distinct_correct": (2 + 0) / 2}
+    expected |= {"effective_correct": 1.7547654}  # of the one prompt with right answers: 14, 14, 21, 14
+    assert {name: result[name] for name in expected} == pytest.approx(expected)
+    assert [name for name in result if name.startswith("pass@")] == ["pass@1", "pass@2", "pass@4", "pass@6"]
+    assert [line["extracted"] for line in lines[:6]] == ["14", "14", "21", "15", None, "14"]
+    assert [line["score"] for line in lines[:7]] == [1, 1, 1, 0, 0, 1, None]
+
+
+def test_evaluate_says_null_where_nothing_counts(evaluation, monkeypatch, capsys, tmp_path):
+    wrong = [["8", "9"]] * 3
+    result, _ = evaluate_texts(evaluation, monkeypatch, capsys, tmp_path, ROWS, wrong, "--samples", "2")
+    assert (result["pass@2"], result["distinct_correct"], result["effective_correct"]) == (0, 0, None)
+    result, _ = evaluate_texts(evaluation, monkeypatch, capsys, tmp_path, ROWS[1:2], wrong, "--samples", "2")
+    assert {name: result[name] for name in ("accuracy", "pass@1", "pass@2", "distinct", "distinct_correct")} == {
+        name: None for name in ("accuracy", "pass@1", "pass@2", "distinct", "distinct_correct")
+    }
+    result, lines = evaluate_texts(evaluation, monkeypatch, capsys, tmp_path, ROWS, [["14"], ["1"], ["7."]])
+    assert result["accuracy"] == 1 and not any(name.startswith(("pass@", "distinct")) for name in result)
+    assert lines[2]["extracted"] == "7"
 
 
 # --- plot_run.py ---

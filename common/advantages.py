@@ -34,11 +34,9 @@ def group_advantages(rewards: torch.Tensor, scale: str, eps: float = 1e-4) -> to
     filled = torch.where(scored, rewards, 0.0)
     centred = torch.where(scored, filled - filled.sum(-1, keepdim=True) / count.clamp(min=1), 0.0)
 
-    # compared, not computed: a mean of equal numbers is off by a rounding error, and dividing that by its own
-    # standard deviation would make an advantage of 1 out of nothing
-    highest = torch.where(scored, rewards, -torch.inf).amax(-1, keepdim=True)
-    lowest = torch.where(scored, rewards, torch.inf).amin(-1, keepdim=True)
-    varied = scored & (highest > lowest)
+    # a mean of equal numbers is off by a rounding error, and dividing that by its own standard deviation would make an
+    # advantage of 1 out of nothing
+    varied = scored & ~equal_groups(rewards)[:, None]
     centred = torch.where(varied, centred, 0.0)
     if scale == "none":
         return centred
@@ -47,3 +45,17 @@ def group_advantages(rewards: torch.Tensor, scale: str, eps: float = 1e-4) -> to
     else:
         std = (centred.square().sum() / (varied.sum() - 1).clamp(min=1)).sqrt()
     return torch.where(varied, centred / (std + eps), 0.0)
+
+
+def equal_groups(rewards: torch.Tensor) -> torch.Tensor:
+    """Which groups teach nothing, because all of their scored rewards are equal.
+
+    Args:
+        rewards: [P, G], NaN (or infinity) marks a completion that was not scored.
+
+    Returns:
+        [P] bool, also true for a group with one scored reward or none; compared, not computed from a spread.
+    """
+    scored = rewards.isfinite()
+    highest = torch.where(scored, rewards, -torch.inf).amax(-1)
+    return highest <= torch.where(scored, rewards, torch.inf).amin(-1)

@@ -2,7 +2,8 @@
 
 A checkpoint is an ordinary transformers folder (model.safetensors, config, tokenizer) with three more files:
 `optimizer.safetensors` (fp32 masters and Adam state by parameter name), `rng.safetensors` (random number generators of
-every rank and device) and `state.json` (step, data position, configuration, sizes of all files). Nothing is pickled.
+every rank and device) and `state.json` (step, data position, configuration, notes of the script, sizes of all files),
+and with a folder `reference` if the frozen model is no longer the one the run began with. Nothing is pickled.
 """
 
 import dataclasses
@@ -28,6 +29,7 @@ from common.optim import AdamW
 from common.rollout import RolloutBatch
 
 STATE = "state.json"
+REFERENCE = "reference"  # folder of a refreshed reference inside a checkpoint
 
 
 def newest(out_dir: str | Path) -> Path | None:
@@ -104,6 +106,8 @@ def save(
     optimizer: AdamW,
     position: int,
     cfg: Any,
+    reference: PreTrainedModel | None = None,
+    notes: dict[str, Any] | None = None,
 ) -> None:
     """Saves a checkpoint; called by every rank, written by rank 0.
 
@@ -118,6 +122,8 @@ def save(
         optimizer: its state is saved.
         position: prompts taken from the data so far, over all ranks.
         cfg: the Config of the run, saved too; its newest `keep_checkpoints` checkpoints stay.
+        reference: the frozen model, if it is no longer the one the run began with; saved in a folder of its own inside.
+        notes: what else the script wants back from `notes`, JSON values.
 
     Raises:
         OSError: it could not be written.
@@ -133,13 +139,21 @@ def save(
             try:
                 model.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
+                if reference is not None:
+                    reference.save_pretrained(folder / REFERENCE)
                 save_file({k: v.detach().cpu().contiguous() for k, v in optimizer.state_dict().items()},
                           folder / "optimizer.safetensors")  # fmt: skip
                 rng = {f"rank{r}/{name}": value for r, state in enumerate(rng_by_rank) for name, value in state.items()}
                 save_file(rng, folder / "rng.safetensors")
                 written = [path for path in folder.rglob("*") if path.is_file()]
                 files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in written}
-                state = {"step": step, "position": position, "num_ranks": len(rng_by_rank), "files": files}
+                state = {
+                    "step": step,
+                    "position": position,
+                    "num_ranks": len(rng_by_rank),
+                    "files": files,
+                    "notes": notes or {},
+                }
                 (folder / STATE).write_text(json.dumps({**state, "config": dataclasses.asdict(cfg)}, indent=1))
                 for path in [*folder.rglob("*"), folder]:
                     _sync(path)
@@ -159,6 +173,29 @@ def save(
                 print(f"{later} is of steps that are taken again: now {abandoned}")
             for old in [folder for folder in complete if _step(folder) <= step][: -cfg.keep_checkpoints]:
                 shutil.rmtree(old)
+
+
+def reference(folder: Path | None, policy_model: str) -> str:
+    """The model that a frozen reference is loaded from.
+
+    Args:
+        folder: a complete checkpoint, or None for a new run.
+        policy_model: the model the run began with.
+
+    Returns:
+        The reference saved in the checkpoint, if there is one, else `policy_model`.
+    """
+    saved = Path(folder or "") / REFERENCE
+    return str(saved) if folder and saved.is_dir() else policy_model
+
+
+def notes(folder: Path | None) -> dict[str, Any]:
+    """What a script gave to `save` as notes; empty for a new run.
+
+    Args:
+        folder: a complete checkpoint, or None.
+    """
+    return json.loads((folder / STATE).read_text()).get("notes", {}) if folder else {}
 
 
 def load(folder: Path, optimizer: AdamW, cfg: Any) -> tuple[int, int]:

@@ -35,6 +35,97 @@ def require(holds: bool, value: str, rule: str, remedy: str) -> None:
         raise ValueError(f"{value}: {rule}; {remedy}")
 
 
+def at_least(cfg: Any, least: float, *names: str) -> None:
+    """Requires fields of a Config to be no smaller than a number.
+
+    Args:
+        cfg: a dataclass instance.
+        least: the smallest value allowed.
+        *names: its fields.
+
+    Raises:
+        ValueError: one of them is smaller.
+    """
+    for name in names:
+        value = getattr(cfg, name)
+        require(value >= least, f"{name} = {value}", f"must be at least {least}", "raise it")
+
+
+def above_zero(cfg: Any, *names: str) -> None:
+    """Requires fields of a Config to be positive.
+
+    Args:
+        cfg: a dataclass instance.
+        *names: its fields.
+
+    Raises:
+        ValueError: one of them is not.
+    """
+    for name in names:
+        value = getattr(cfg, name)
+        require(value > 0, f"{name} = {value}", "must be above 0", "raise it")
+
+
+def one_of(cfg: Any, **choices: Sequence[str]) -> None:
+    """Requires fields of a Config to have one of the values they can have.
+
+    Args:
+        cfg: a dataclass instance.
+        **choices: values by field.
+
+    Raises:
+        ValueError: one of them has another.
+    """
+    for name, allowed in choices.items():
+        value = getattr(cfg, name)
+        require(value in allowed, f"{name} = {value!r}", f"must be one of {tuple(allowed)}", "choose one of these")
+
+
+def check(cfg: Any) -> None:
+    """Requires what must hold for the fields that all reinforcement learning scripts share.
+
+    Args:
+        cfg: a Config.
+
+    Raises:
+        ValueError: a rule is broken.
+    """
+    from common import models, sampling
+
+    at_least(cfg, 2, "group_size")  # a group of one has no baseline
+    at_least(cfg, 1, "steps", "batch_size", "num_minibatches", "micro_batch_tokens", "max_new_tokens")
+    at_least(cfg, 1, "max_prompt_tokens", "save_every", "keep_checkpoints", "eval_examples")
+    at_least(cfg, 0, "min_new_tokens", "overlong_cache", "dynamic_sampling", "rollout_batch", "learning_rate")
+    at_least(cfg, 0, "warmup_steps", "weight_decay", "kl_coef", "reference_refresh", "eval_every", "sample_every")
+    at_least(cfg, 0, "profile")
+    above_zero(cfg, "temperature")
+    require(cfg.max_grad_norm > 0, f"max_grad_norm = {cfg.max_grad_norm}", "must be above 0", "inf: no clipping")
+    one_of(cfg, truncated=("keep", "mask"), dtype=("auto", *models.DTYPES), device=("auto", "cuda", "cpu"))
+    sampling.Sampling(1.0, cfg.top_p, cfg.top_k, cfg.min_p)  # has rules of its own
+    rows = cfg.batch_size * cfg.group_size
+    require(
+        rows >= cfg.num_minibatches,
+        f"num_minibatches = {cfg.num_minibatches}",
+        f"must be at most the {rows} completions of a step",
+        "lower it, or raise batch_size",
+    )
+    for name in ("min_new_tokens", "overlong_cache"):
+        value, limit = getattr(cfg, name), cfg.max_new_tokens
+        require(value <= limit, f"{name} = {value}", f"must be at most max_new_tokens = {limit}", "lower it")
+    require(
+        cfg.kl_coef > 0 or not cfg.reference_refresh,
+        f"reference_refresh = {cfg.reference_refresh}",
+        "there is no reference while kl_coef is 0",
+        "set kl_coef, or leave this at 0",
+    )
+    require(
+        not cfg.eval_data or (cfg.train_data == "toy") == (cfg.eval_data == "toy"),
+        f"train_data = {cfg.train_data!r}, eval_data = {cfg.eval_data!r}",
+        "one is the built-in task, one is not",
+        "set eval_data to held-out rows of the same task, or to ''",
+    )
+
+
 def comments(cls: type) -> dict[str, str]:
     """The trailing comment of every field of a dataclass.
 

@@ -20,6 +20,7 @@ Memory:   everything is kept in Python lists, once per process: about 1 kB for a
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ import jinja2
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from common import distributed
 from common.distributed import print_main
 
 PROMPT_COLUMNS = ("prompt", "question", "messages")
@@ -389,13 +391,35 @@ class PromptStream:
             raise ValueError(f"rank {rank} of {num_ranks}, position {position}: ranks and positions count from 0")
         self.examples, self.batch_size, self.seed = examples, batch_size, seed
         self.position, self.rank, self.num_ranks = position, rank, num_ranks
-        self._epoch, self._order = -1, []
+        self._epoch, self._order, self._round = -1, [], 0
 
     def next(self) -> list[Example]:
         """Returns this rank's prompts of the next batch, batch_size / num_ranks of them."""
         batch = [self._example_at(self.position + i) for i in range(self.batch_size)]
-        self.position += self.batch_size
+        self.position, self._round = self.position + self.batch_size, 0
         return batch[self.rank :: self.num_ranks]
+
+    def replace(self, examples: list[Example], unwanted: Sequence[bool]) -> tuple[list[int], list[int]]:
+        """Puts new prompts in the places of some that `next` returned; a collective.
+
+        The unwanted places of all ranks get the next rows in the order of the places in the whole batch: the same rows
+        go to the same places on any number of ranks.
+
+        Args:
+            examples: This rank's part of the batch, changed in place.
+            unwanted: One flag per example.
+
+        Returns:
+            The places that changed, and a number for each new prompt that no other prompt of the step has.
+        """
+        self._round += 1
+        own = [place * self.num_ranks + self.rank for place, flag in enumerate(unwanted) if flag]
+        everyones = sorted(place for part in distributed.gather_objects(own) for place in part)
+        for i, place in enumerate(everyones):
+            if place % self.num_ranks == self.rank:
+                examples[place // self.num_ranks] = self._example_at(self.position + i)
+        self.position += len(everyones)
+        return [place // self.num_ranks for place in own], [self._round * self.batch_size + place for place in own]
 
     def _example_at(self, position: int) -> Example:
         epoch, offset = divmod(position, len(self.examples))

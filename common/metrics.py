@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from common import devices, distributed
+from common import advantages, devices, distributed
 from common.data import Example
 from common.rollout import RolloutBatch
 
@@ -76,8 +76,7 @@ class Log:
         filled = torch.where(scored, rewards, 0.0)
         mean = filled.sum(1) / scored.sum(1).clamp(min=1)
         spread = torch.where(scored, rewards - mean[:, None], 0.0).square().sum(1) / (scored.sum(1) - 1).clamp(min=1)
-        highest = torch.where(scored, rewards, -torch.inf).amax(1)
-        equal = (highest <= torch.where(scored, rewards, torch.inf).amin(1)).float()
+        equal = advantages.equal_groups(rewards).float()
         self.add(scored.sum().item(), reward=filled.sum().item() / max(1, scored.sum().item()))
         self.add(len(rewards), reward_std=spread.sqrt().mean().item(), zero_std=equal.mean().item())
         for name, values in by_function.items():
@@ -142,6 +141,8 @@ class Log:
         line |= {name: max(r["max"][name] for r in ranks) for name in own["max"]}
         line |= values
         line["seconds"] = sum(line[name] for name in own["sums"] if name.startswith("seconds_"))
+        if "seconds_similarity" in line:
+            line["similarity_share"] = line["seconds_similarity"] / line["seconds"]
         line["tokens_per_second"] = self._tokens / line["seconds"]
         line["memory_gib"] = [gib for r in ranks for gib in r["memory"]]
         line["host_memory_gib"] = [round(r["host"], 3) for r in ranks]

@@ -14,6 +14,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -74,6 +75,11 @@ class RolloutBatch:
         """Sequences in the loss."""
         return int(self.trained.sum())
 
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens in the loss."""
+        return int(self.lengths[self.trained].sum())
+
     def drop(self, rows: torch.Tensor) -> None:
         """Takes rows out of the loss; they still count in lengths and rewards.
 
@@ -98,6 +104,25 @@ class RolloutBatch:
         for name in ("completion_ids", "sampled_mask", "completion_mask", "rollout_logps", "old_logps", "ref_logps"):
             part[name] = None if part[name] is None else part[name][:, :C]
         return RolloutBatch(**part)
+
+    def put(self, rows: torch.Tensor, other: "RolloutBatch") -> "RolloutBatch":
+        """The batch with some rows replaced by those of another, as both come from the sampler.
+
+        Args:
+            rows: [b] int64, row numbers, on the CPU.
+            other: b rows.
+        """
+        fields = {}
+        for name in (f.name for f in dataclasses.fields(self)):
+            own, new = getattr(self, name), getattr(other, name)
+            if name == "rows" or own is None:
+                fields[name] = own
+                continue
+            if own.dim() == 2:  # of different widths
+                width, left = max(own.shape[1], new.shape[1]), name in ("prompt_ids", "prompt_mask")
+                own, new = (F.pad(x, (width - x.shape[1], 0) if left else (0, width - x.shape[1])) for x in (own, new))
+            fields[name] = own.index_copy(0, rows.to(own.device), new.to(own.device))
+        return RolloutBatch(**fields).select(torch.arange(len(self)))
 
     def minibatches(self, num_minibatches: int, micro_batch_tokens: int, packed: bool) -> list[list["RolloutBatch"]]:
         """Cuts the batch into minibatches, one optimizer step each, and those into micro-batches that fit in memory.

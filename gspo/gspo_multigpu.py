@@ -21,7 +21,7 @@ from transformers import set_seed
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
 from common import advantages, background, checkpoint, config, data, devices, distributed, logprobs, losses, metrics
-from common import models, optim, profiling, rewards, rollout, sampling
+from common import models, optim, profiling, rewards, rollout
 from common.config import require
 
 POLICY_GPU_IDS = (0, 1)  # policy replicas; the first also holds gradients and optimizer
@@ -52,6 +52,8 @@ class Config:
     max_new_tokens: int = 128  # a completion is cut off here
     min_new_tokens: int = 0  # no end token before
     truncated: str = "keep"  # completions cut off: "keep" trains on them, "mask" leaves them out of the loss
+    overlong_cache: int = 0  # tokens before that limit over which a penalty grows to -1 (DAPO, Eq. 13); 0: no penalty
+    dynamic_sampling: int = 0  # rounds in which new prompts replace groups with equal rewards; 0: none
     temperature: float = 1.0  # of sampling, and of every log-probability
     top_p: float = 1.0  # sample from the likeliest tokens with this probability; below 1 the ratios are biased
     top_k: int = 0  # sample from this many of the likeliest tokens; 0: all; the ratios are biased
@@ -66,8 +68,9 @@ class Config:
     epsilon_low: float = 0.2  # with clip_preset "custom": the ratio counts down to 1 - epsilon_low
     epsilon_high: float = 0.2  # and up to 1 + epsilon_high
     advantage_scale: str = "group"  # divide by the std of the "group" (Eq. 6), of the "batch", or "none"
-    kl_coef: float = 0.0  # weight of the KL to the starting model; 0: no reference is loaded
+    kl_coef: float = 0.0  # weight of the KL to the reference, the starting model; 0: none is loaded
     kl_estimator: str = "k3"  # "k3" as in the GRPO paper; "k2" has the gradient of KL(policy, reference)
+    reference_refresh: int = 0  # every so many steps the policy becomes the reference; 0: never
 
     device: str = "cuda"  # "cuda": the GPUs above; "cpu"; "auto": the GPUs above if there are any, else the CPU
     dtype: str = "auto"  # "bf16" and "fp16" with fp32 master weights, "fp32"; "auto": bf16 on GPUs, fp32 on the CPU
@@ -91,35 +94,14 @@ class Config:
         return losses.CLIP_PRESETS.get(self.clip_preset, (self.epsilon_low, self.epsilon_high))
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "num_minibatches", "gspo_epochs", "micro_batch_tokens", "max_new_tokens",
-                     "max_prompt_tokens", "save_every", "keep_checkpoints", "eval_examples"):  # fmt: skip
-            require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)}", "must be at least 1", "raise it")
-        require(self.group_size >= 2, f"group_size = {self.group_size}", "must be at least 2: a group of one has no "
-                "baseline", "set it to 4 or more")  # fmt: skip
-        rows = self.batch_size * self.group_size
-        require(rows >= self.num_minibatches, f"num_minibatches = {self.num_minibatches}",
-                f"must be at most the {rows} completions of a step", "lower it, or raise batch_size")  # fmt: skip
-        require(self.min_new_tokens <= self.max_new_tokens, f"min_new_tokens = {self.min_new_tokens}",
-                f"must be at most max_new_tokens = {self.max_new_tokens}", "lower it")  # fmt: skip
-        for name in ("min_new_tokens", "rollout_batch", "profile"):
-            require(getattr(self, name) >= 0, f"{name} = {getattr(self, name)}", "must be 0 or more", "0 is usual")
-        sampling.Sampling(1.0, self.top_p, self.top_k, self.min_p)  # has rules of its own
-        require(self.temperature > 0, f"temperature = {self.temperature}", "must be above 0", "1.0 is usual")
-        require(self.learning_rate >= 0, f"learning_rate = {self.learning_rate}", "must not be negative", "try 1e-6")
-        require(self.max_grad_norm > 0, f"max_grad_norm = {self.max_grad_norm}", "must be above 0", "inf: no clipping")
-        require(self.kl_coef >= 0, f"kl_coef = {self.kl_coef}", "must not be negative", "0 switches it off")
-        choices = {"clip_preset": (*losses.CLIP_PRESETS, "custom"), "truncated": ("keep", "mask"),
-                   "kl_estimator": ("k2", "k3"), "advantage_scale": ("group", "batch", "none"),
-                   "dtype": ("auto", *models.DTYPES), "device": ("auto", "cuda", "cpu")}  # fmt: skip
-        for name, allowed in choices.items():
-            value = getattr(self, name)
-            require(value in allowed, f"{name} = {value!r}", f"must be one of {allowed}", "choose one of these")
+        config.check(self)  # what holds for all scripts
+        config.at_least(self, 1, "gspo_epochs")
+        config.at_least(self, 0, "epsilon_low", "epsilon_high")
+        config.one_of(self, clip_preset=(*losses.CLIP_PRESETS, "custom"), advantage_scale=("group", "batch", "none"),
+                      kl_estimator=("k2", "k3"))  # fmt: skip
         preset_alone = (self.epsilon_low, self.epsilon_high) == (0.2, 0.2)
         require(self.clip_preset == "custom" or preset_alone, f"clip_preset = {self.clip_preset!r}",
                 "epsilon_low and epsilon_high would be ignored", "set clip_preset to 'custom'")  # fmt: skip
-        require(not self.eval_data or (self.train_data == "toy") == (self.eval_data == "toy"),
-                f"train_data = {self.train_data!r}, eval_data = {self.eval_data!r}", "one is the built-in task, one "
-                "is not", "set eval_data to held-out rows of the same task, or to ''")  # fmt: skip
         if self.num_minibatches * self.gspo_epochs == 1:
             distributed.print_main(
                 "warning: one optimizer step per rollout: the ratio is always 1, so nothing clips and GSPO is GRPO"
@@ -133,7 +115,7 @@ def reward(completions: list[str], answers: list[str], **columns: list) -> list[
     `columns` holds the other columns of the data and `completion_tokens`, one entry per completion. NaN means that a
     completion cannot be scored: it is left out and counted.
     """
-    return rewards.math_match(completions, answers)
+    return rewards.math_match(completions, answers, **columns)
 
 
 REWARDS = ((reward, 1.0),)  # (function, weight): the weighted sum counts; add (rewards.format_reward, 0.2), say
@@ -176,8 +158,34 @@ def score(examples_P, batch, tokenizer, reward_model, cfg):
     if reward_model is not None:
         prompts_B = [example.prompt for example in examples_P for _ in range(group_size)]
         scores["reward_model"] = (reward_model.scores(prompts_B, completions_B), cfg.reward_model_weight)
-    rewards_B, by_function = rewards.score(REWARDS, completions_B, answers_B, columns, extra=scores)
-    return completions_B, rewards_B, by_function
+    return rewards.Scored(completions_B, *rewards.score(REWARDS, completions_B, answers_B, columns, extra=scores))
+
+
+# [copy]
+def resample(examples_P, batch, scoring, prompts, sampler, tokenizer, reward_model, cfg, step):
+    """Dynamic sampling: new prompts take the places of groups with equal rewards, which teach nothing.
+
+    DAPO's rule (arXiv 2503.14476, Eq. 11) for any reward, up to a number of rounds; a group still equal then stays.
+    Examples and scores change in place; returned are the new batch, and the prompts replaced, per prompt of the step.
+    """
+    with distributed.together("score"):
+        scored, replaced = scoring.result(), 0
+    for _ in range(cfg.dynamic_sampling):
+        equal_P = advantages.equal_groups(scored.rewards.view(-1, cfg.group_size))
+        places, numbers = prompts.replace(examples_P, equal_P.tolist())
+        if not distributed.any_rank(bool(places)):
+            break
+        with distributed.together("resample"):
+            if places:
+                new_P = [examples_P[place] for place in places]
+                rows = [place * cfg.group_size + g for place in places for g in range(cfg.group_size)]
+                new = sampler.generate([e.prompt_ids for e in new_P], group_size=cfg.group_size,
+                                       temperature=cfg.temperature, seed=cfg.seed, step=step,
+                                       prompt_numbers=numbers)  # fmt: skip
+                batch = batch.put(torch.tensor(rows), new)
+                scored.put(rows, score(new_P, new, tokenizer, reward_model, cfg))
+        replaced += len(places)
+    return batch, replaced / len(examples_P)
 
 
 # [copy]
@@ -187,7 +195,7 @@ def evaluate(sampler, examples, tokenizer, reward_model, cfg):
     with distributed.together("evaluate"):
         for part in [examples[i : i + size] for i in range(0, len(examples), size)]:
             batch = sampler.generate([e.prompt_ids for e in part], group_size=1, temperature=0)
-            _, rewards_E, _ = score(part, batch, tokenizer, reward_model, cfg)
+            rewards_E = score(part, batch, tokenizer, reward_model, cfg).rewards
             total, count = total + rewards_E.nansum().item(), count + int((~rewards_E.isnan()).sum())
     total, count = distributed.sum_over_ranks(total), distributed.sum_over_ranks(count)
     return total / count if count else float("nan")
@@ -206,9 +214,10 @@ def main(cfg: Config) -> None:
     log_probs = policy = logprobs.LogProbs(model, cfg.temperature, cfg.compile and len(gpus.policy) == 1)
     if len(gpus.policy) > 1:  # gathers [m, C] log-probs on the first GPU, never logits
         policy = nn.DataParallel(policy, device_ids=gpus.policy)
-    reference, reward_model = None, None
+    frozen, reference, reward_model = None, None, None
     if cfg.kl_coef > 0:
-        reference = logprobs.LogProbs(models.load_frozen(cfg.policy_model, gpus.reference, cfg.dtype), cfg.temperature)
+        frozen = models.load_frozen(checkpoint.reference(resumed, cfg.policy_model), gpus.reference, cfg.dtype)
+        reference = logprobs.LogProbs(frozen, cfg.temperature)
     if cfg.reward_model:
         reward_model = rewards.RewardModel(cfg.reward_model, gpus.reward, models.pick_dtype(cfg.dtype, gpus.reward))
     optimizer = optim.AdamW(model, cfg.learning_rate, weight_decay=cfg.weight_decay)
@@ -243,9 +252,15 @@ def main(cfg: Config) -> None:
                                          temperature=cfg.temperature, seed=cfg.seed, step=step)  # fmt: skip
 
             # 2. score: rewards, and meanwhile log-probs; rewards stay rewards, advantages get their own name
+            scoring = background.start(score, examples_P, batch, tokenizer, reward_model, cfg)
+            if cfg.dynamic_sampling:
+                with log.time("resample"):
+                    batch, resampled = resample(
+                        examples_P, batch, scoring, prompts, sampler, tokenizer, reward_model, cfg, step
+                    )
+                log.add(len(examples_P), resampled=resampled)
             minibatches = batch.minibatches(cfg.num_minibatches, budget, log_probs.packed)
             micros = list(chain(*minibatches))
-            scoring = background.start(score, examples_P, batch, tokenizer, reward_model, cfg)
             with log.time("logprobs"):  # the first minibatch finds its old log-probs in its own forward pass
                 if reference is not None:  # on a GPU of its own, at the same time
                     where = gpus.reference, cfg.micro_batch_tokens
@@ -254,14 +269,17 @@ def main(cfg: Config) -> None:
                 if reference is not None:
                     referring.result()
             with log.time("score"):
-                completions_B, rewards_B, by_function = scoring.result()
-                rewards_PG = rewards_B.view(-1, cfg.group_size)
-                advantages_B = advantages.group_advantages(rewards_PG, cfg.advantage_scale).flatten().to(home)  # Eq. 6
-                left_out_B = rewards_B.isnan() | (batch.truncated.cpu() & (cfg.truncated == "mask"))
-                for micro in micros:
-                    micro.advantages = advantages_B[micro.rows]
-                    micro.drop(left_out_B[micro.rows])
-            log.add_rollout(batch, rewards_PG, by_function)
+                scored = scoring.result()
+            if cfg.overlong_cache:  # not before dynamic sampling, which asks about the task
+                penalty_B = rewards.overlong_penalty(batch.lengths, cfg.max_new_tokens, cfg.overlong_cache)
+                scored.rewards, scored.by_function["overlong"] = scored.rewards + penalty_B, penalty_B
+            rewards_PG = scored.rewards.view(-1, cfg.group_size)
+            advantages_B = advantages.group_advantages(rewards_PG, cfg.advantage_scale).flatten().to(home)  # Eq. 6
+            left_out_B = scored.rewards.isnan() | (batch.truncated.cpu() & (cfg.truncated == "mask"))
+            for micro in micros:
+                micro.advantages = advantages_B[micro.rows]
+                micro.drop(left_out_B[micro.rows])
+            log.add_rollout(batch, rewards_PG, scored.by_function)
 
             # 3. update: num_minibatches optimizer steps per epoch, each summed over micro-batches
             optimizer.learning_rate = cfg.learning_rate * optim.warmup(step, cfg.warmup_steps)
@@ -278,18 +296,21 @@ def main(cfg: Config) -> None:
                     log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
                 with checkpoint.keep_batch(cfg.out_dir, step, micros):
                     optimizer.check()  # a gradient that is not finite
+            if cfg.reference_refresh and step % cfg.reference_refresh == 0:
+                models.refresh([model, frozen])
 
             # 4. report and save
             log.end_step(step, learning_rate=optimizer.learning_rate)
             if cfg.sample_every and step % cfg.sample_every == 0:
-                log.samples(step, examples_P, completions_B, rewards_B.tolist(), cfg.print_samples)
+                log.samples(step, examples_P, scored.completions, scored.rewards.tolist(), cfg.print_samples)
             if eval_examples and (step % cfg.eval_every == 0 or step == cfg.steps):
                 models.refresh(replicas)
                 log.eval(step, eval_reward=evaluate(sampler, eval_examples, tokenizer, reward_model, cfg))
             stopping = bool(stop)  # read once: a signal may come while the checkpoint is written
             if step % cfg.save_every == 0 or step == cfg.steps or stopping:
                 with log.time_save(step):
-                    checkpoint.save(cfg.out_dir, step, model, tokenizer, optimizer, prompts.position, cfg)
+                    checkpoint.save(cfg.out_dir, step, model, tokenizer, optimizer, prompts.position, cfg,
+                                    reference=frozen if cfg.reference_refresh else None)  # fmt: skip
             profiled()
             if stopping:
                 break

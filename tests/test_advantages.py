@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from common.advantages import group_advantages
+from common.advantages import equal_groups, group_advantages
 
 NAN = math.nan
 SCALES = ["group", "batch", "none"]
@@ -175,3 +175,17 @@ def test_a_flat_list_of_rewards_is_refused():
 def test_an_unknown_scale_is_refused():
     with pytest.raises(ValueError, match=r"'std'.*group, batch, none"):
         group_advantages(torch.zeros(1, 2), "std")
+
+
+# --- equal groups ---
+
+
+@pytest.mark.parametrize(
+    "row, equal",
+    [([1, 1, 1], True), ([0.1] * 8, True), ([1, 1, 0], False), ([NAN, 1, 1], True), ([NAN, 1, 2], False),
+     ([NAN, NAN, 3], True), ([NAN] * 3, True), ([math.inf, 1, 1], True), ([0, -0.0, 0], True)],
+)  # fmt: skip
+def test_a_group_is_equal_when_its_scored_rewards_are(row, equal):
+    assert equal_groups(torch.tensor([row, [0.0, 1.0, *row[2:]]])).tolist() == [equal, False]
+    # exactly the groups that have no advantage
+    assert bool(advantages_of([row]).any()) != equal

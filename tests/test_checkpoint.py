@@ -514,3 +514,27 @@ def test_a_checkpoint_of_another_policy_model_is_refused(tmp_path):
     assert checkpoint.load(tmp_path / "checkpoint-000001", optimizer, Named()) == (1, 5)
     with pytest.raises(ValueError, match=r"policy_model = 'second'.*was trained from 'first'"):
         checkpoint.load(tmp_path / "checkpoint-000001", optimizer, Named(policy_model="second"))
+
+
+# ---- a reference of its own, and notes ----
+
+
+def test_a_reference_and_notes_come_back(tmp_path):
+    model, optimizer = trained()
+    reference = build_model("qwen2")
+    notes = {"cosine_quantiles": [0.25, 0.5]}
+    checkpoint.save(str(tmp_path), 3, model, build_tokenizer(), optimizer, 12, Config(), reference, notes)
+    folder = tmp_path / "checkpoint-000003"
+    assert checkpoint.is_complete(folder) and checkpoint.notes(folder) == notes
+    loaded = models.load_frozen(checkpoint.reference(folder, "another"), CPU, "fp32")
+    for (name, one), other in zip(reference.named_parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    assert any((a != b).any() for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
+    # it is part of what must be complete
+    (folder / "reference" / "model.safetensors").write_bytes(b"cut off")
+    assert not checkpoint.is_complete(folder) and checkpoint.newest(tmp_path) is None
+
+
+def test_without_them_a_run_begins_with_its_own_model(saved):
+    assert checkpoint.reference(saved, "a/model") == checkpoint.reference(None, "a/model") == "a/model"
+    assert checkpoint.notes(saved) == checkpoint.notes(None) == {}

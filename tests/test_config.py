@@ -1,6 +1,7 @@
 """Tests of common/config.py: the command line that a Config dataclass becomes."""
 
 import json
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -217,3 +218,38 @@ def test_the_configuration_of_a_run_is_saved(tmp_path):
     saved = json.loads((tmp_path / "runs" / "new" / "config.json").read_text())
     assert Settings(**saved) == Settings(steps=9)
     assert changed(saved, Settings(steps=10)) == ["steps: 9 -> 10"]
+
+
+# ---- rules that several fields share ----
+
+
+NAN = math.nan
+
+
+@dataclass(frozen=True)
+class Numbers:
+    count: int = 3
+    rate: float = 0.5
+    kind: str = "a"
+
+
+@pytest.mark.parametrize(
+    "check, message",
+    [
+        (lambda cfg: config.at_least(cfg, 4, "rate", "count"), "rate = 0.5: must be at least 4; raise it"),
+        (lambda cfg: config.at_least(cfg, 4, "count"), "count = 3: must be at least 4; raise it"),
+        (lambda cfg: config.above_zero(replace(cfg, rate=0.0), "rate"), "rate = 0.0: must be above 0; raise it"),
+        (lambda cfg: config.one_of(cfg, kind=("b", "c")), "kind = 'a': must be one of ('b', 'c'); choose one of these"),
+        (lambda cfg: config.at_least(replace(cfg, rate=NAN), 0, "rate"), "rate = nan: must be at least 0; raise it"),
+    ],
+)  # fmt: skip
+def test_a_field_outside_its_rule_is_named(check, message):
+    with pytest.raises(ValueError) as error:
+        check(Numbers())
+    assert str(error.value) == message
+
+
+def test_fields_inside_their_rules_pass():
+    config.at_least(Numbers(), 0.5, "count", "rate")
+    config.above_zero(Numbers(), "count", "rate")
+    config.one_of(Numbers(), kind=("a", "b"))

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import common
+from common import distributed
 from common.data import Example, PromptStream, collate_columns, load_examples, permutation, read_rows
 
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<bos>", "<im_start>", "<im_end>", "<unk>"]
@@ -536,3 +537,41 @@ def test_a_resumed_stream_may_change_its_batch_size_within_an_epoch():
 def test_batches_that_cannot_be_made_are_refused_at_the_start(num_rows, arguments, message):
     with pytest.raises(ValueError, match=message):
         PromptStream(make_examples(num_rows), seed=0, **arguments)
+
+
+# ---- replacing ----
+
+
+def replaced(num_ranks, monkeypatch):
+    """Three rounds on 12 rows: which rows each place of a batch of 6 has, and the numbers of the new prompts."""
+    streams = [PromptStream(make_examples(12), 6, 0, 0, rank, num_ranks) for rank in range(num_ranks)]
+    batches = [stream.next() for stream in streams]
+    numbers = []
+    for unwanted in ({0, 3, 4}, set(), {3, 5}):
+        flags = [[i * num_ranks + rank in unwanted for i in range(6 // num_ranks)] for rank in range(num_ranks)]
+        own = [[place for place in sorted(unwanted) if place % num_ranks == rank] for rank in range(num_ranks)]
+        monkeypatch.setattr(distributed, "gather_objects", lambda value, own=own: own)
+        found = [stream.replace(batch, f) for stream, batch, f in zip(streams, batches, flags, strict=True)]
+        assert [places for places, _ in found] == [[place // num_ranks for place in part] for part in own]
+        numbers += [sorted(number for _, part in found for number in part)]
+        # each rank numbers its places as they lie in the whole batch
+        assert all(n % num_ranks == rank for rank, (_, part) in enumerate(found) for n in part)
+    rows = [batches[place % num_ranks][place // num_ranks].index for place in range(6)]
+    return rows, numbers, {stream.position for stream in streams}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_new_prompts_take_the_unwanted_places_on_any_number_of_ranks(num_ranks, monkeypatch):
+    order = permutation(12, 0, 0)
+    rows, numbers, positions = replaced(num_ranks, monkeypatch)
+    first, new = order[:6], order[6:11]  # the new ones in the order of the places: 0 3 4, then 3 5
+    assert rows == [new[0], first[1], first[2], new[3], new[2], new[4]]
+    assert numbers == [[6, 9, 10], [], [21, 23]] and positions == {11}
+
+
+def test_the_next_batch_comes_after_the_replacements():
+    stream = PromptStream(make_examples(12), 4, seed=0)
+    batch = stream.next()
+    assert stream.replace(batch, [False, True, False, True]) == ([1, 3], [5, 7])
+    assert indices(stream) == permutation(12, 0, 0)[6:10]
+    assert stream.replace(stream.next(), [True, False, False, False])[1] == [4]  # rounds are counted per step

@@ -1050,3 +1050,35 @@ def test_sequences_longer_than_the_windows_are_said_once(capsys):
     for _ in range(2):
         sampler.generate([[5] * 13], group_size=1, temperature=0)
     assert capsys.readouterr().err.count("25 tokens are longer than its sliding windows of 24") == 1
+
+
+# ---- replacing rows ----
+
+
+@pytest.mark.parametrize("lengths", [[2, 6], [9, 1], [3, 3]], ids=str)
+def test_rows_put_into_a_batch_are_those_of_the_other_and_the_rest_stays(lengths):
+    batch, other = make_batch([3, 5, 2, 4]), make_batch(lengths, prompt_lengths=[7, 2])
+    other = dataclasses.replace(other, truncated=torch.tensor([True, False]))
+    rows = torch.tensor([3, 1])
+    result = batch.put(rows, other)
+    expected = completions(batch)
+    expected[3], expected[1] = completions(other)
+    assert completions(result) == expected
+    assert result.completion_ids.shape[1] == max(map(len, expected)) and result.prompt_ids.shape[1] == 7
+    prompts = [ids[mask].tolist() for ids, mask in zip(result.prompt_ids, result.prompt_mask, strict=True)]
+    own = [ids[mask].tolist() for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
+    own[3], own[1] = [ids[mask].tolist() for ids, mask in zip(other.prompt_ids, other.prompt_mask, strict=True)]
+    assert prompts == own
+    assert result.rows.tolist() == [0, 1, 2, 3] and result.truncated.tolist() == [False, False, False, True]
+    assert result.sampled_mask.sum(1).tolist() == result.lengths.tolist() == list(map(len, expected))
+    assert torch.equal(result.rollout_logps[0, :3], batch.rollout_logps[0, :3])
+    # nothing is left of what was longer
+    shrunk = batch.put(torch.tensor([1, 3]), make_batch([1, 1], prompt_lengths=[1, 1]))
+    assert shrunk.completion_ids.shape[1] == 3 and shrunk.prompt_ids.shape[1] == 3
+
+
+def test_tokens_in_the_loss_are_counted():
+    batch = make_batch([3, 5, 2, 4])
+    assert (batch.num_trained, batch.num_tokens) == (4, 14)
+    batch.drop(torch.tensor([False, True, False, False]))
+    assert (batch.num_trained, batch.num_tokens) == (3, 9)

@@ -94,6 +94,28 @@ def layout_of_rank(reference: int | None, reward: int | None, device: str = "aut
     return gpus if gpus.policy[0].type == "cpu" else dataclasses.replace(gpus, policy=(gpus.policy[local_rank],))
 
 
+def role(name: str, ids: tuple[int, ...] | None, home: torch.device) -> list[torch.device]:
+    """The devices of a role that has a constant of its own.
+
+    Args:
+        name: of the constant, for the message.
+        ids: GPU ids; None: the device of the policy.
+        home: the device of the policy; on a CPU every role is there.
+
+    Raises:
+        ValueError: a GPU named twice or not there, or none named.
+    """
+    if ids is None or home.type == "cpu":
+        return [home]
+    found = torch.cuda.device_count()
+    if not ids or len(set(ids)) < len(ids) or not all(isinstance(i, int) and 0 <= i < found for i in ids):
+        raise ValueError(
+            f"{name} = {ids}: must be None, or different GPU numbers below the {found} visible; edit the line at the "
+            "top of the script"
+        )
+    return [torch.device("cuda", i) for i in ids]
+
+
 def synchronize(devices: list[torch.device]) -> None:
     """Waits for the GPUs among `devices`, so that a clock read afterwards is true."""
     for device in devices:

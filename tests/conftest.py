@@ -129,14 +129,18 @@ def sums_file(tmp_path_factory) -> Path:
 # Importing torch and transformers takes longer than a small run: a server does it once, and each run is a fork of it.
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = {name: ROOT / "gspo" / f"{name}.py" for name in ("gspo", "gspo_multigpu", "gspo_ddp")}
+FAMILIES = {  # the first script of each is the one the others are compared with
+    "gspo": ("gspo", "gspo_multigpu", "gspo_ddp"),
+    "grpo": ("grpo", "grpo_multigpu", "grpo_ddp", "similarity_grpo"),
+}
+SCRIPTS = {name: ROOT / family / f"{name}.py" for family, names in FAMILIES.items() for name in names}
 PRELOAD = [
     "pytest", "torch", "torch.nn.parallel.distributed", "torch._dynamo", "torch.utils.tensorboard", "numpy.random",
     "transformers", "transformers.models.qwen2.modeling_qwen2", "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "accelerate",
-    "common.checkpoint", "common.metrics", "common.models", "common.rewards",
+    "sentence_transformers", "common.checkpoint", "common.metrics", "common.models", "common.rewards",
 ]  # fmt: skip
-REWARD_LINE = "    return rewards.math_match(completions, answers)\n"
+REWARD_LINE = "    return rewards.math_match(completions, answers, **columns)\n"
 # What a random policy can earn, in place of the line above; some completions cannot be scored
 REWARD = "    return [float(len(c) % 5) if len(c) % 7 else float('nan') for c in completions]\n"
 SMALL = dict(steps=3, batch_size=4, group_size=4, num_minibatches=2, max_new_tokens=8, micro_batch_tokens=60,

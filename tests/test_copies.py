@@ -7,14 +7,33 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SCRIPTS
+from conftest import FAMILIES, ROOT, SCRIPTS
 
 MARK = "# [copy]"
-FIRST, *OTHERS = SCRIPTS.values()
 COMMON = sorted((ROOT / "common").glob("*.py"))
-MOST_LINES = 315
+MOST_LINES = {"similarity_grpo": 425}
+USUAL_LINES = 360
 # A default that may differ: on several GPUs of one process, the CPU is used only when asked for
-OWN_DEFAULT = {"gspo_multigpu": "device"}
+OWN_DEFAULT = {"gspo_multigpu": "device", "grpo_multigpu": "device"}
+VARIANTS = [(SCRIPTS[first], SCRIPTS[other]) for first, *others in FAMILIES.values() for other in others]
+# Its Config has fields more, so it is no copy: see below
+WITHOUT_CONFIG = {"similarity_grpo"}
+# GRPO is GSPO with another loss: scripts with the same way of spreading work, and what may differ in main
+SIBLINGS = [("gspo", "grpo"), ("gspo_multigpu", "grpo_multigpu"), ("gspo_ddp", "grpo_ddp")]
+PAIRS = [(SCRIPTS[gspo], SCRIPTS[grpo]) for gspo, grpo in SIBLINGS]
+DIFFERENCES = {
+    "cfg.advantage_scale)": "cfg.scale)",
+    "  # Eq. 6": "",
+    "cfg.temperature, cfg.compile)\n    policy": "cfg.temperature, cfg.compile, cfg.entropy_coef > 0)\n    policy",
+    "cfg.temperature, cfg.compile)\n    frozen": "cfg.temperature, cfg.compile, cfg.entropy_coef > 0)\n    frozen",
+    "len(gpus.policy) == 1)": "len(gpus.policy) == 1, cfg.entropy_coef > 0)",
+    "(micro.num_trained for micro in minibatch)\n": "(micro.num_trained for micro in minibatch)\n"
+    "num_tokens = sum(micro.num_tokens for micro in minibatch)\n",
+    "(micro.num_trained for micro in minibatch))\n": "(micro.num_trained for micro in minibatch))\n"
+    "num_tokens = distributed.sum_over_ranks(sum(micro.num_tokens for micro in minibatch))\n",
+    "micro, cfg, num_sequences)": "micro, cfg, num_sequences, num_tokens)",
+    "log.add(micro.num_trained": "log.add(micro.num_tokens",
+}
 
 
 def items(path: Path) -> dict[str, str]:
@@ -61,52 +80,103 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("path", OTHERS, ids=lambda path: path.stem)
-def test_marked_items_are_equal_word_for_word(path):
+def names(parameter) -> str:
+    return getattr(parameter, "stem", None)
+
+
+@pytest.mark.parametrize("first, path", VARIANTS, ids=names)
+def test_marked_items_are_equal_word_for_word(first, path):
     own = OWN_DEFAULT.get(path.stem)
-    one, other = marked(FIRST, own), marked(path, own)
+    if path.stem in WITHOUT_CONFIG:
+        one, other = marked(first), marked(path)
+        del one["Config"]
+    else:
+        one, other = marked(first, own), marked(path, own)
     assert one.keys() == other.keys()
     for name in one:
         diff = difflib.unified_diff(
-            one[name].splitlines(), other[name].splitlines(), FIRST.name, path.name, n=1, lineterm=""
+            one[name].splitlines(), other[name].splitlines(), first.name, path.name, n=1, lineterm=""
         )
         assert one[name] == other[name], f"{name} is marked as a copy and differs:\n" + "\n".join(diff)
 
 
-@pytest.mark.parametrize("path", SCRIPTS.values(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SCRIPTS.values(), ids=names)
 def test_every_mark_belongs_to_an_item(path):
     assert path.read_text().splitlines().count(MARK) == len(marked(path)) > 0
     # what people replace, and what must not drift apart
-    assert {"Config", "reward", "score", "evaluate"} < marked(path).keys()
+    expected = {"Config", "reward", "score", "resample", "evaluate"}
+    assert expected - ({"Config"} if path.stem in WITHOUT_CONFIG else set()) < marked(path).keys()
 
 
-@pytest.mark.parametrize("path", OTHERS, ids=lambda path: path.stem)
-def test_configs_have_the_same_fields_in_the_same_order(path):
-    assert fields(path) == fields(FIRST)
+@pytest.mark.parametrize("first, path", VARIANTS, ids=names)
+def test_configs_have_the_same_fields_in_the_same_order(first, path):
+    shared = [field for field in fields(path) if not field.startswith("similarity_")]
+    assert without_out_dir(shared) == without_out_dir(fields(first))
+    assert (len(shared) < len(fields(path))) == (path.stem in WITHOUT_CONFIG)
+
+
+def without_out_dir(fields: list[str]) -> list[str]:
+    return [field for field in fields if not field.startswith("out_dir")]
+
+
+# ---- from one algorithm to the other ----
+
+
+def renamed(text: str) -> str:
+    return text.replace("gspo", "grpo").replace("GSPO", "GRPO")
+
+
+@pytest.mark.parametrize("gspo, grpo", PAIRS, ids=names)
+def test_grpo_shares_everything_but_the_loss_with_gspo(gspo, grpo):
+    one, other = items(gspo), items(grpo)
+    assert {renamed(name) for name in one} == other.keys()
+    for name in ("reward", "score", "resample", "evaluate"):
+        assert one[name] == other[name], name
+    expected = renamed(one["main"])
+    for old, new in DIFFERENCES.items():
+        expected = expected.replace(old, new)
+    assert "".join(expected.split()) == "".join(other["main"].split()), "\n".join(
+        difflib.unified_diff(expected.splitlines(), other["main"].splitlines(), gspo.name, grpo.name, lineterm="")
+    )
+    # fields: those of the loss are its own
+    one, other = (dict(field.split(": ", 1) for field in map(renamed, fields(path))) for path in (gspo, grpo))
+    assert one.keys() - other.keys() == {"clip_preset"}
+    assert other.keys() - one.keys() == {"loss", "dual_clip", "cispo_cap", "entropy_coef"}
+    changed = {name for name in one.keys() & other.keys() if one[name] != other[name]}
+    assert changed == {"epsilon_high", "advantage_scale"}
+
+
+def test_what_similarity_adds_to_main_is_its_own_phase():
+    one, other = (items(SCRIPTS[name])["main"].splitlines() for name in ("grpo_ddp", "similarity_grpo"))
+    removed = [line[2:] for line in difflib.ndiff(one, other) if line.startswith("- ")]
+    added = [line[2:] for line in difflib.ndiff(one, other) if line.startswith("+ ")]
+    assert len(removed) <= 5 and len(added) <= 20
+    assert not any(word in line for line in removed for word in ("loss", "optimizer", "sampler", "prompts"))
 
 
 def test_a_difference_would_be_seen(tmp_path):
     changed = tmp_path / "changed.py"
-    changed.write_text(FIRST.read_text().replace("# Eq. 7", "# Eq. 8"))
-    assert {name for name, text in marked(FIRST).items() if text != marked(changed)[name]} == {"gspo_loss"}
+    first = SCRIPTS["gspo"]
+    changed.write_text(first.read_text().replace("# Eq. 7", "# Eq. 8"))
+    assert {name for name, text in marked(first).items() if text != marked(changed)[name]} == {"gspo_loss"}
 
 
-@pytest.mark.parametrize("path", SCRIPTS.values(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SCRIPTS.values(), ids=names)
 def test_no_script_imports_another(path):
-    assert not imported(path) & (SCRIPTS.keys() | {FIRST.parent.name})
+    assert not imported(path) & (SCRIPTS.keys() | FAMILIES.keys())
 
 
-@pytest.mark.parametrize("path", COMMON, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", COMMON, ids=names)
 def test_common_imports_no_script(path):
-    assert not imported(path) & (SCRIPTS.keys() | {FIRST.parent.name})
+    assert not imported(path) & (SCRIPTS.keys() | FAMILIES.keys())
 
 
-@pytest.mark.parametrize("path", SCRIPTS.values(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SCRIPTS.values(), ids=names)
 def test_scripts_stay_short(path):
-    assert len(path.read_text().splitlines()) <= MOST_LINES
+    assert len(path.read_text().splitlines()) <= MOST_LINES.get(path.stem, USUAL_LINES)
 
 
 def test_no_module_hides_one_of_the_standard_library():
-    # python gspo/x.py puts gspo/ on sys.path, so a gspo/queue.py would be what torch imports as queue
-    files = [*COMMON, *ROOT.glob("gspo/*.py"), *ROOT.glob("scripts/*.py"), *ROOT.glob("tests/*.py")]
+    # python gspo/x.py puts gspo/ on sys.path, so a gspo/queue.py, say, would be what torch imports as queue
+    files = [*COMMON, *SCRIPTS.values(), *ROOT.glob("scripts/*.py"), *ROOT.glob("tests/*.py")]
     assert not {path.stem for path in files} & sys.stdlib_module_names

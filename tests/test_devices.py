@@ -171,3 +171,20 @@ def test_waiting_reaches_every_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     devices.synchronize([gpu(0), CPU, gpu(1)])
     assert waited == [gpu(0), gpu(1)]
+
+
+# --- a role with a constant of its own ---
+
+
+def test_a_role_has_the_gpus_named_or_that_of_the_policy(visible):
+    visible(4)
+    assert devices.role("SIMILARITY_GPU_IDS", None, gpu(2)) == [gpu(2)]
+    assert devices.role("SIMILARITY_GPU_IDS", (3, 1), gpu(0)) == [gpu(3), gpu(1)]
+    assert devices.role("SIMILARITY_GPU_IDS", (3, 1), torch.device("cpu")) == [torch.device("cpu")]
+
+
+@pytest.mark.parametrize("ids", [(), (0, 0), (2,), (-1,), ("0",)])
+def test_a_role_without_its_gpu_is_an_error(visible, ids):
+    visible(2)
+    with pytest.raises(ValueError, match=re.escape(f"SIMILARITY_GPU_IDS = {ids}: must be None, or different GPU")):
+        devices.role("SIMILARITY_GPU_IDS", ids, gpu(0))

@@ -1,0 +1,414 @@
+"""GRPO with similarity groups, one process or one per GPU: different ways of being right are kept apart.
+
+The G responses to a prompt are embedded and clustered by cosine similarity. With the default method a right response is
+worth less, the more right responses say the same: r -> r * (size of its cluster)^-alpha.
+
+Paper:  GRPO 2402.03300; what the methods take from which paper stands in common/similarity.py and grpo/README.md
+Run:    python grpo/similarity_grpo.py    edit the constants below, or pass --similarity_alpha 1 (--help lists all)
+        torchrun --nproc_per_node=2 grpo/similarity_grpo.py    each rank embeds the responses to its own prompts
+Costs:  figures in grpo/README.md
+Dims:   P prompts, G completions per prompt, B = P*G / ranks, m sequences in one forward, C completion tokens,
+        D embedding width
+"""
+
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import chain
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from transformers import set_seed
+
+sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
+from common import advantages, background, checkpoint, config, data, devices, distributed, embedder, logprobs, losses
+from common import metrics, models, optim, profiling, rewards, rollout, similarity
+from common.config import require
+
+REFERENCE_GPU_ID = None  # frozen reference, loaded only if kl_coef > 0; None: the GPU of each rank; or a GPU number
+REWARD_GPU_ID = None  # reward model, if there is one; likewise
+SIMILARITY_GPU_IDS = None  # embedding model; None: the GPU of each rank; or several, (0, 1), that share the prompts
+TIMEOUT_MINUTES = 60  # ranks wait this long for one another: longer than the slowest reward or evaluation takes
+
+
+# how the tokens of a minibatch are averaged (common/losses.py, aggregate)
+AGGREGATION = {"grpo": "seq_mean", "dapo": "token_mean", "dr_grpo": "constant", "cispo": "token_mean"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """GRPO with similarity groups. Editing a line and passing --name value are the same."""
+
+    policy_model: str = "toy"  # built-in; or a hub id or folder: "Qwen/Qwen2.5-0.5B-Instruct"
+    reward_model: str = ""  # sequence classifier with one output, hub id or folder; its score joins REWARDS
+    reward_model_weight: float = 1.0  # weight of its score in the sum
+    train_data: str = "toy"  # built-in; or a .jsonl file, a saved datasets folder, a hub id: "openai/gsm8k:main"
+    eval_data: str = "toy"  # the same, held out (split "test" of a hub id); "": no evaluation
+    apply_chat_template: bool = True  # a prompt given as text becomes one user message, if the tokenizer has a template
+    system_prompt: str = ""  # put before prompts given as text
+    max_prompt_tokens: int = 512  # longer prompts are dropped, with a count
+
+    steps: int = 60  # rollouts, each followed by grpo_epochs * num_minibatches optimizer steps
+    batch_size: int = 16  # P, prompts per step, over all GPUs
+    group_size: int = 8  # G, completions per prompt; the group mean is the baseline
+    num_minibatches: int = 4  # optimizer steps per pass over a rollout; at 1 the ratio is 1 and nothing clips
+    grpo_epochs: int = 1  # passes over each rollout
+    micro_batch_tokens: int = 8192  # prompt and completion tokens in one forward per GPU; for memory and speed only
+    max_new_tokens: int = 128  # a completion is cut off here
+    min_new_tokens: int = 0  # no end token before
+    truncated: str = "keep"  # completions cut off: "keep" trains on them, "mask" leaves them out of the loss
+    overlong_cache: int = 0  # tokens before that limit over which a penalty grows to -1 (DAPO, Eq. 13); 0: no penalty
+    dynamic_sampling: int = 0  # rounds in which new prompts replace groups with equal rewards; 0: none
+    temperature: float = 1.0  # of sampling, and of every log-probability
+    top_p: float = 1.0  # sample from the likeliest tokens with this probability; below 1 the ratios are biased
+    top_k: int = 0  # sample from this many of the likeliest tokens; 0: all; the ratios are biased
+    min_p: float = 0.0  # leave out tokens this many times less likely than the likeliest; the ratios are biased
+    rollout_batch: int = 0  # completions sampled at once per GPU, but one group at least; 0: as many as memory holds
+
+    learning_rate: float = 1e-4  # for the built-in policy; 5e-6 up to 0.5B parameters, 1e-6 at 7B
+    warmup_steps: int = 5  # steps of linear warm-up, then constant
+    weight_decay: float = 0.0  # decoupled
+    max_grad_norm: float = 1.0  # the gradient is scaled down to this norm; inf: never
+    loss: str = "dapo"  # "grpo", "dapo", "dr_grpo" or "cispo": what is clipped, and how tokens are averaged
+    epsilon_low: float = 0.2  # the ratio of a token counts down to 1 - epsilon_low
+    epsilon_high: float = 0.28  # and up to 1 + epsilon_high; 0.2 is usual without DAPO's clip-higher
+    dual_clip: float = 0.0  # where the advantage is negative, the ratio counts up to this (3 is usual); 0: no limit
+    cispo_cap: float = 5.0  # with "cispo": largest weight of a token
+    advantage_scale: str = "auto"  # divide by the std of the "group", of the "batch", or "none"; "auto": by the loss
+    entropy_coef: float = 0.0  # weight of the entropy bonus
+    kl_coef: float = 0.0  # weight of the KL to the reference, the starting model; 0: none is loaded
+    kl_estimator: str = "k3"  # "k3" as in the paper; "k2" and "rho_k3" have the gradient of KL(policy, reference)
+    reference_refresh: int = 0  # every so many steps the policy becomes the reference; 0: never
+
+    similarity_method: str = "discount"  # "discount", "advantage", "dra" or "within": where similarity enters
+    similarity_model: str = "auto"  # hub id or folder; "ngrams": built in; "auto": BAAI/bge-m3, "ngrams" for "toy"
+    similarity_threshold: str = "auto"  # cosine from which responses are alike, 0.9; "auto": from the first 5 steps
+    similarity_alpha: float = 0.5  # with "discount" and "advantage": exponent of the cluster size; 0: plain GRPO
+    similarity_kappa: float = 0.0  # with "within": weight of the whole group against the cluster; inf: plain GRPO
+    similarity_singletons: str = "group"  # with "within": a cluster of one has advantage "zero", or that of its "group"
+    similarity_max_tokens: int = 1024  # of a response that the embedding model reads
+    similarity_batch: int = 64  # responses embedded at once per GPU
+    similarity_offload: bool = False  # the embedding model waits on the CPU between its phases
+
+    device: str = "auto"  # "cuda": the GPUs above; "cpu"; "auto": the GPUs above if there are any, else the CPU
+    dtype: str = "auto"  # "bf16" and "fp16" with fp32 master weights, "fp32"; "auto": bf16 on GPUs, fp32 on the CPU
+    gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time in the update
+    compile: bool = True  # torch.compile on GPUs: faster steps, some seconds in the first
+    seed: int = 0  # of data order and sampling
+
+    out_dir: str = "runs/similarity_grpo"  # checkpoints, metrics.jsonl, samples.jsonl, tensorboard/
+    resume: str = "auto"  # "auto": newest complete checkpoint in out_dir; "none": start anew; or a checkpoint folder
+    save_every: int = 20  # steps between checkpoints; the last step is always saved
+    keep_checkpoints: int = 2  # older ones are deleted
+    eval_every: int = 20  # steps between evaluations, greedy, also before the first; 0: never
+    eval_examples: int = 256  # rows of eval_data used
+    sample_every: int = 10  # steps between entries in samples.jsonl; 0: never
+    print_samples: bool = False  # show them on the console too
+    profile: int = 0  # steps to trace with the torch profiler, from the third on, into out_dir/profile/
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """epsilon_low and epsilon_high in force; CISPO has no lower limit, and a cap instead of the upper one."""
+        return (1.0, self.cispo_cap - 1.0) if self.loss == "cispo" else (self.epsilon_low, self.epsilon_high)
+
+    @property
+    def scale(self) -> str:
+        """advantage_scale in force; the std of a group would blow small discounts up wherever all are right."""
+        by_method = "batch" if self.similarity_method == "discount" else "group"
+        by_loss = "none" if self.loss == "dr_grpo" else by_method
+        return by_loss if self.advantage_scale == "auto" else self.advantage_scale
+
+    @property
+    def embedding_model(self) -> str:
+        """similarity_model in force."""
+        usual = "ngrams" if self.policy_model == "toy" else "BAAI/bge-m3"
+        return usual if self.similarity_model == "auto" else self.similarity_model
+
+    def __post_init__(self):
+        config.check(self)  # what holds for all scripts
+        config.at_least(self, 1, "grpo_epochs")
+        config.at_least(self, 0, "epsilon_low", "epsilon_high", "dual_clip", "entropy_coef")
+        config.above_zero(self, "cispo_cap")
+        config.one_of(self, loss=AGGREGATION, advantage_scale=("auto", "group", "batch", "none"),
+                      kl_estimator=("k1", "k2", "k3", "rho_k3"))  # fmt: skip
+        require(self.dual_clip == 0 or self.dual_clip > 1, f"dual_clip = {self.dual_clip}", "must be above 1",
+                "3 is usual; 0 switches it off")  # fmt: skip
+        require(self.dual_clip == 0 or self.loss != "cispo", f"dual_clip = {self.dual_clip}", "the loss 'cispo' holds "
+                "all tokens with cispo_cap", "leave this at 0")  # fmt: skip
+        config.at_least(self, 0, "similarity_alpha", "similarity_kappa")
+        config.at_least(self, 1, "similarity_max_tokens", "similarity_batch")
+        config.one_of(self, similarity_method=("discount", "advantage", "dra", "within"),
+                      similarity_singletons=("zero", "group"))  # fmt: skip
+        require(self.similarity_method != "within" or self.scale == "group", f"advantage_scale = {self.scale!r}",
+                "'within' divides by the std of the cluster", "leave it at 'auto', and loss not 'dr_grpo'")  # fmt: skip
+        similarity.Threshold(self.similarity_threshold)  # has rules of its own
+        if self.kl_coef > 0 and self.kl_estimator == "k1":
+            distributed.print_main("warning: kl_estimator = 'k1' has no gradient but noise: nothing is regularised")
+
+
+# [copy]
+def reward(completions: list[str], answers: list[str], **columns: list) -> list[float]:
+    """Task reward in [0, 1], here: is the final answer right? This is the function most people replace.
+
+    `columns` holds the other columns of the data and `completion_tokens`, one entry per completion. NaN means that a
+    completion cannot be scored: it is left out and counted.
+    """
+    return rewards.math_match(completions, answers, **columns)
+
+
+REWARDS = ((reward, 1.0),)  # (function, weight): the weighted sum counts; add (rewards.format_reward, 0.2), say
+
+
+# [copy]
+def grpo_loss(policy, micro, cfg, num_sequences, num_tokens):
+    """Share of the minibatch loss owed by one micro-batch; the shares add up exactly."""
+    epsilon_low, epsilon_high = cfg.clip_range
+    mask_mC, advantages_m = micro.completion_mask, micro.advantages
+    logps_mC, entropy_mC = policy(*micro.tokens)  # fp32, through the wrapper
+    if micro.old_logps is None:  # the first minibatch: no update since the rollout, so the ratio is 1
+        micro.old_logps = logps_mC.detach()
+    ratio_mC = losses.token_ratio(logps_mC, micro.old_logps)
+    if cfg.loss == "cispo":
+        surrogate_mC = losses.cispo_surrogate(logps_mC, ratio_mC, advantages_m, cfg.cispo_cap)
+    else:
+        surrogate_mC = losses.clipped_surrogate(ratio_mC, advantages_m, epsilon_low, epsilon_high)  # Eq. 3
+    if cfg.dual_clip:
+        surrogate_mC = losses.dual_clip(surrogate_mC, advantages_m, cfg.dual_clip)
+    loss_mC = -surrogate_mC - cfg.entropy_coef * entropy_mC
+    reported = {"entropy": entropy_mC, "kl_old": losses.kl_estimate(micro.old_logps, logps_mC, "k3")}
+    if cfg.kl_coef > 0:
+        kl_mC = losses.kl_estimate(logps_mC, micro.ref_logps, cfg.kl_estimator.removeprefix("rho_"))
+        loss_mC = loss_mC + cfg.kl_coef * (ratio_mC * kl_mC if cfg.kl_estimator == "rho_k3" else kl_mC)
+        reported["kl_ref"] = losses.kl_estimate(logps_mC, micro.ref_logps, "k3")
+    mode = AGGREGATION[cfg.loss]
+    constant = num_sequences * cfg.max_new_tokens
+    denominator = {"seq_mean": num_sequences, "token_mean": num_tokens, "constant": constant}[mode]
+    loss = losses.aggregate(loss_mC, mask_mC, mode, denominator)
+    stats = losses.clip_stats(ratio_mC, advantages_m, epsilon_low, epsilon_high, mask_mC, cfg.dual_clip)
+    reported["rollout_mismatch"] = (micro.old_logps - micro.rollout_logps).abs()
+    count = mask_mC.sum().clamp(min=1)
+    for name, values_mC in reported.items():
+        stats[name] = losses.aggregate(values_mC.detach(), mask_mC, "token_mean", count)
+    stats["loss"] = loss.detach() * num_tokens / count
+    return loss, stats
+
+
+# [copy]
+def score(examples_P, batch, tokenizer, reward_model, cfg):
+    """Completions as text, their rewards [B], and the rewards by function, of which the reward model is one."""
+    group_size = len(batch) // len(examples_P)
+    completions_B = batch.texts(tokenizer)
+    answers_B, columns = data.collate_columns(examples_P, group_size)
+    columns["completion_tokens"] = batch.lengths.tolist()
+    scores = {}
+    if reward_model is not None:
+        prompts_B = [example.prompt for example in examples_P for _ in range(group_size)]
+        scores["reward_model"] = (reward_model.scores(prompts_B, completions_B), cfg.reward_model_weight)
+    return rewards.Scored(completions_B, *rewards.score(REWARDS, completions_B, answers_B, columns, extra=scores))
+
+
+# [copy]
+def resample(examples_P, batch, scoring, prompts, sampler, tokenizer, reward_model, cfg, step):
+    """Dynamic sampling: new prompts take the places of groups with equal rewards, which teach nothing.
+
+    DAPO's rule (arXiv 2503.14476, Eq. 11) for any reward, up to a number of rounds; a group still equal then stays.
+    Examples and scores change in place; returned are the new batch, and the prompts replaced, per prompt of the step.
+    """
+    with distributed.together("score"):
+        scored, replaced = scoring.result(), 0
+    for _ in range(cfg.dynamic_sampling):
+        equal_P = advantages.equal_groups(scored.rewards.view(-1, cfg.group_size))
+        places, numbers = prompts.replace(examples_P, equal_P.tolist())
+        if not distributed.any_rank(bool(places)):
+            break
+        with distributed.together("resample"):
+            if places:
+                new_P = [examples_P[place] for place in places]
+                rows = [place * cfg.group_size + g for place in places for g in range(cfg.group_size)]
+                new = sampler.generate([e.prompt_ids for e in new_P], group_size=cfg.group_size,
+                                       temperature=cfg.temperature, seed=cfg.seed, step=step,
+                                       prompt_numbers=numbers)  # fmt: skip
+                batch = batch.put(torch.tensor(rows), new)
+                scored.put(rows, score(new_P, new, tokenizer, reward_model, cfg))
+        replaced += len(places)
+    return batch, replaced / len(examples_P)
+
+
+def similarity_advantages(rewards_PG, embeddings_PGD, threshold, cfg):
+    """Advantages [P, G] that know which responses are alike, and what is logged about the clusters; a collective."""
+    rank, num_ranks = distributed.rank(), distributed.num_ranks()
+    cosines_PGG = similarity.cosines(embeddings_PGD)
+    tau = threshold(torch.cat(distributed.gather_objects(cosines_PGG)))  # of all ranks
+    if cfg.similarity_method == "within":
+        labels_PG = torch.stack([similarity.cluster_by_silhouette(group_GD) for group_GD in embeddings_PGD])
+        advantages_PG = similarity.within(rewards_PG, labels_PG, cfg.similarity_kappa, cfg.similarity_singletons)
+    else:
+        labels_PG = similarity.cluster_groups(embeddings_PGD, rewards_PG, tau)  # of the responses with a reward above 0
+        shaped_PG = rewards_PG
+        if cfg.similarity_method == "discount":
+            shaped_PG = similarity.group_rewards(rewards_PG, labels_PG, cfg.similarity_alpha)
+        elif cfg.similarity_method == "dra":
+            shaped_PG = similarity.dra(rewards_PG, cosines_PGG)
+        gathered = torch.cat(distributed.gather_objects(shaped_PG))  # the scale "batch" is that of all ranks
+        advantages_PG = advantages.group_advantages(gathered, cfg.scale).chunk(num_ranks)[rank]
+        if cfg.similarity_method == "advantage":
+            advantages_PG = similarity.reweight(advantages_PG, labels_PG, cfg.similarity_alpha)
+        threshold.warn(labels_PG, rewards_PG)
+    return advantages_PG, similarity.cluster_stats(labels_PG, cosines_PGG)
+
+
+# [copy]
+def evaluate(sampler, examples, tokenizer, reward_model, cfg):
+    """Mean reward of greedy completions, over the examples of all ranks."""
+    total, count, size = 0.0, 0, cfg.batch_size * cfg.group_size
+    with distributed.together("evaluate"):
+        for part in [examples[i : i + size] for i in range(0, len(examples), size)]:
+            batch = sampler.generate([e.prompt_ids for e in part], group_size=1, temperature=0)
+            rewards_E = score(part, batch, tokenizer, reward_model, cfg).rewards
+            total, count = total + rewards_E.nansum().item(), count + int((~rewards_E.isnan()).sum())
+    total, count = distributed.sum_over_ranks(total), distributed.sum_over_ranks(count)
+    return total / count if count else float("nan")
+
+
+def main(cfg: Config) -> None:
+    """Trains the policy; every step is rollout, score, update, report and save."""
+    gpus = devices.layout_of_rank(REFERENCE_GPU_ID, REWARD_GPU_ID, cfg.device)
+    home = gpus.policy[0]
+    # mixed_precision: dtype decides, whatever the launcher is set to, or the head would not be fp32
+    accelerator = Accelerator(cpu=home.type == "cpu", mixed_precision="no", kwargs_handlers=[
+        InitProcessGroupKwargs(timeout=timedelta(minutes=TIMEOUT_MINUTES)),
+        DistributedDataParallelKwargs(broadcast_buffers=False),  # no buffer changes in training
+    ])  # fmt: skip
+    rank, num_ranks = accelerator.process_index, accelerator.num_processes
+    require(cfg.batch_size % num_ranks == 0, f"batch_size = {cfg.batch_size}", f"must be a multiple of the {num_ranks} "
+            "ranks", f"{num_ranks * max(1, cfg.batch_size // num_ranks)} would do")  # fmt: skip
+    rows = cfg.batch_size * cfg.group_size // num_ranks
+    require(rows >= cfg.num_minibatches, f"num_minibatches = {cfg.num_minibatches}",
+            f"must be at most the {rows} completions of a rank", "lower it, or raise batch_size")  # fmt: skip
+    with distributed.together("similarity model"):  # found now, or not after a rollout; loaded when first used
+        embed = embedder.Embedder(
+            embedder.fetch(cfg.embedding_model), devices.role("SIMILARITY_GPU_IDS", SIMILARITY_GPU_IDS, home),
+            cfg.similarity_max_tokens, cfg.similarity_batch, cfg.similarity_offload,
+        )  # fmt: skip
+    resumed = checkpoint.find(cfg.out_dir, cfg.resume)
+    threshold = similarity.Threshold(cfg.similarity_threshold, checkpoint.notes(resumed).get("cosine_quantiles", ()))
+    set_seed(cfg.seed + rank)
+    tokenizer, model = models.load_policy(str(resumed or cfg.policy_model), home, cfg.dtype, cfg.gradient_checkpointing)
+    models.warn_learning_rate(cfg.learning_rate, model)
+    log_probs = logprobs.LogProbs(model, cfg.temperature, cfg.compile, cfg.entropy_coef > 0)
+    policy = accelerator.prepare(log_probs)  # DistributedDataParallel, if there are several ranks
+    frozen, reference, reward_model = None, None, None
+    if cfg.kl_coef > 0:
+        frozen = models.load_frozen(checkpoint.reference(resumed, cfg.policy_model), gpus.reference, cfg.dtype)
+        reference = logprobs.LogProbs(frozen, cfg.temperature, cfg.compile)
+    if cfg.reward_model:
+        reward_model = rewards.RewardModel(cfg.reward_model, gpus.reward, models.pick_dtype(cfg.dtype, gpus.reward))
+    optimizer = optim.AdamW(model, cfg.learning_rate, weight_decay=cfg.weight_decay)
+    reading = dict(max_prompt_tokens=cfg.max_prompt_tokens, apply_chat_template=cfg.apply_chat_template,
+                   system_prompt=cfg.system_prompt)  # fmt: skip
+    train_examples = data.load_examples(cfg.train_data, tokenizer, **reading)
+    eval_examples = []
+    if cfg.eval_data and cfg.eval_every:
+        eval_examples = data.load_examples(cfg.eval_data, tokenizer, split="test", **reading)[: cfg.eval_examples]
+        eval_examples = eval_examples[rank::num_ranks]
+    sampler = rollout.Sampler(
+        [model], end_ids=models.end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id,
+        max_new_tokens=cfg.max_new_tokens, min_new_tokens=cfg.min_new_tokens, top_p=cfg.top_p, top_k=cfg.top_k,
+        min_p=cfg.min_p, rollout_batch=cfg.rollout_batch, compile=cfg.compile,
+    )  # fmt: skip
+    start, position = checkpoint.load(resumed, optimizer, cfg) if resumed else (0, 0)
+    if start >= cfg.steps:
+        distributed.print_main(f"{resumed} has all {cfg.steps} steps: raise steps to go on, or give another out_dir")
+    prompts = data.PromptStream(train_examples, cfg.batch_size, cfg.seed, position, rank, num_ranks)
+    config.save(cfg, cfg.out_dir)
+    log = metrics.Log(cfg.out_dir, start, cfg.steps, list(dict.fromkeys([*gpus.all, *embed.devices])))
+    if cfg.eval_data and cfg.eval_every and start == 0:
+        log.eval(0, eval_reward=evaluate(sampler, eval_examples, tokenizer, reward_model, cfg))
+
+    with checkpoint.stop_on_signal() as stop, profiling.trace(cfg.out_dir, cfg.profile) as profiled:
+        for step in range(start + 1, cfg.steps + 1):
+            # 1. rollout: B completions from the current policy, of this rank's prompts
+            examples_P = prompts.next()
+            with log.time("rollout"), distributed.together("rollout"):
+                batch = sampler.generate([e.prompt_ids for e in examples_P], group_size=cfg.group_size,
+                                         temperature=cfg.temperature, seed=cfg.seed, step=step,
+                                         prompt_numbers=range(rank, cfg.batch_size, num_ranks))  # fmt: skip
+
+            # 2. score: rewards, and meanwhile log-probs; rewards stay rewards, advantages get their own name
+            scoring = background.start(score, examples_P, batch, tokenizer, reward_model, cfg)
+            if cfg.dynamic_sampling:
+                with log.time("resample"):
+                    batch, resampled = resample(
+                        examples_P, batch, scoring, prompts, sampler, tokenizer, reward_model, cfg, step
+                    )
+                log.add(len(examples_P), resampled=resampled)
+            minibatches = batch.minibatches(cfg.num_minibatches, cfg.micro_batch_tokens, log_probs.packed)
+            micros = list(chain(*minibatches))
+            with log.time("logprobs"), distributed.together("logprobs"):
+                # the first minibatch finds its old log-probs in its own forward pass
+                logprobs.fill(chain(*minibatches[1:]), "old_logps", log_probs, home, cfg.micro_batch_tokens)
+                if reference is not None:
+                    logprobs.fill(micros, "ref_logps", reference, gpus.reference, cfg.micro_batch_tokens)
+            with log.time("score"), distributed.together("score"):
+                scored = scoring.result()
+            if cfg.overlong_cache:  # not before dynamic sampling, which asks about the task
+                penalty_B = rewards.overlong_penalty(batch.lengths, cfg.max_new_tokens, cfg.overlong_cache)
+                scored.rewards, scored.by_function["overlong"] = scored.rewards + penalty_B, penalty_B
+            rewards_PG = scored.rewards.view(-1, cfg.group_size)
+            with log.time("similarity"):
+                with distributed.together("similarity"):
+                    embeddings_PGD = embed(scored.completions, cfg.group_size)
+                advantages_PG, cluster_stats = similarity_advantages(rewards_PG, embeddings_PGD, threshold, cfg)
+            log.add(len(rewards_PG), **cluster_stats)
+            advantages_B = advantages_PG.flatten().to(home)
+            left_out_B = scored.rewards.isnan() | (batch.truncated.cpu() & (cfg.truncated == "mask"))
+            for micro in micros:
+                micro.advantages = advantages_B[micro.rows]
+                micro.drop(left_out_B[micro.rows])
+            log.add_rollout(batch, rewards_PG, scored.by_function)
+
+            # 3. update: num_minibatches optimizer steps per epoch, each summed over micro-batches
+            optimizer.learning_rate = cfg.learning_rate * optim.warmup(step, cfg.warmup_steps)
+            with log.time("update"):
+                for minibatch in minibatches * cfg.grpo_epochs:
+                    num_sequences = distributed.sum_over_ranks(sum(micro.num_trained for micro in minibatch))
+                    num_tokens = distributed.sum_over_ranks(sum(micro.num_tokens for micro in minibatch))
+                    log.add(skipped_updates=float(num_sequences == 0))
+                    if num_sequences == 0:  # everything unscored or masked: no step, rather than 0 / 0
+                        continue
+                    for micro in minibatch:
+                        with nullcontext() if micro is minibatch[-1] else accelerator.no_sync(policy):
+                            loss, stats = grpo_loss(policy, micro, cfg, num_sequences, num_tokens)
+                            # DistributedDataParallel takes the mean over ranks, and the shares of the loss add up
+                            optimizer.scale(loss * num_ranks).backward()
+                        log.add(micro.num_tokens, **stats)
+                    log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
+                with checkpoint.keep_batch(cfg.out_dir, step, micros):
+                    optimizer.check()  # a gradient that is not finite
+            if cfg.reference_refresh and step % cfg.reference_refresh == 0:
+                models.refresh([model, frozen])
+
+            # 4. report and save
+            log.end_step(step, learning_rate=optimizer.learning_rate)
+            if cfg.sample_every and step % cfg.sample_every == 0:
+                log.samples(step, examples_P, scored.completions, scored.rewards.tolist(), cfg.print_samples)
+            if cfg.eval_data and cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps):
+                log.eval(step, eval_reward=evaluate(sampler, eval_examples, tokenizer, reward_model, cfg))
+            stopping = distributed.any_rank(bool(stop))
+            if step % cfg.save_every == 0 or step == cfg.steps or stopping:
+                with log.time_save(step):
+                    checkpoint.save(cfg.out_dir, step, model, tokenizer, optimizer, prompts.position, cfg,
+                                    reference=frozen if cfg.reference_refresh else None,
+                                    notes={"cosine_quantiles": threshold.quantiles})  # fmt: skip
+            profiled()
+            if stopping:
+                break
+    log.close()
+    distributed.print_main(f"policy saved in {checkpoint.newest(cfg.out_dir)}")
+    distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main(config.parse(Config))

@@ -1,0 +1,138 @@
+"""The table of claims: the exact ones hold, the stochastic ones run, and a claim that fails is reported."""
+
+import importlib.util
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from common import losses, similarity
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "claims.py"
+EXACT = ["on_policy", "closed_form", "kl", "degenerate"]  # rows 4, 6, 7, 11
+
+
+@pytest.fixture(scope="module")
+def claims():
+    spec = importlib.util.spec_from_file_location("claims", SCRIPT)
+    module = sys.modules["claims"] = importlib.util.module_from_spec(spec)  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["claims"]
+
+
+def test_the_exact_claims_hold_and_the_table_is_written(claims, tmp_path, capsys):
+    assert claims.main([*reversed(EXACT), "--out", str(tmp_path / "new/claims.md")]) == 0
+    table = (tmp_path / "new/claims.md").read_text()
+    assert capsys.readouterr().out == table
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert [len(row) for row in rows] == [5] * 6
+    assert [(row[0], row[-1]) for row in rows[2:]] == [(number, "holds") for number in ("4", "6", "7", "11")]
+
+
+def test_an_experiment_named_twice_runs_once(claims, capsys):
+    assert claims.main(["degenerate", "degenerate"]) == 0
+    assert capsys.readouterr().out.count("| holds |") == 1
+
+
+def swapped_kl(logps, ref_logps, kind):
+    d = logps - ref_logps
+    return {"k1": d, "k2": d.square() / 2, "k3": d.exp() - d - 1}[kind]  # k3 with the sign of d lost
+
+
+def sum_over_tokens(values, mask, mode, denominator):
+    return torch.where(mask, values, 0.0).sum() / denominator
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "broken", "experiment"),
+    [
+        (losses, "kl_estimate", swapped_kl, "kl"),
+        (losses, "aggregate", sum_over_tokens, "on_policy"),
+        (losses, "aggregate", sum_over_tokens, "closed_form"),
+        (similarity, "group_rewards", lambda rewards, labels, alpha: rewards / (1 + alpha), "degenerate"),
+        (similarity, "group_rewards", lambda rewards, labels, alpha: rewards + 1e-3 * labels, "degenerate"),
+    ],
+)
+def test_a_broken_formula_fails_its_claim_and_the_run(claims, monkeypatch, capsys, module, name, broken, experiment):
+    monkeypatch.setattr(module, name, broken)
+    assert claims.main([experiment]) == 1
+    assert "| does not hold |" in capsys.readouterr().out
+
+
+def test_what_is_reported_only_does_not_fail_the_run(claims, monkeypatch, capsys):
+    row = claims.Row(3, "claim", "measured", "none", None)
+    monkeypatch.setitem(claims.EXPERIMENTS, "clip", lambda: [row])
+    assert claims.main(["clip"]) == 0
+    assert "| 3 | claim | measured | none | reported only |" in capsys.readouterr().out
+
+
+def test_the_exit_code_is_that_of_the_table():
+    done = subprocess.run([sys.executable, SCRIPT, "degenerate"], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout.count("| holds |")) == (0, 1)
+
+
+def test_an_unknown_experiment_is_refused(claims, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        claims.main(["lenght"])
+    assert "unknown experiment lenght: choose from clip" in capsys.readouterr().err
+
+
+# Few steps: these rows must run and give numbers. Whether they hold takes minutes.
+
+
+@pytest.mark.parametrize(
+    ("experiment", "numbers"),
+    [("clip", [1, 3]), ("stale", [2]), ("length", [5]), ("clip_higher", [8]), ("diversity", [9, 10])],
+)
+def test_stochastic_claims_give_finite_numbers(claims, experiment, numbers):
+    rows = claims.EXPERIMENTS[experiment](runs=2, steps=2)
+    assert [row.number for row in rows] == numbers
+    for row in rows:
+        assert "nan" not in row.measured and "inf" not in row.measured
+        assert re.search(r"\d\.\d+ \(\d+\.\d+-\d+\.\d+\)", row.measured)
+        assert row.holds is None if row.number in (3, 8) else row.holds in (True, False)
+
+
+def test_digits_are_copied_masked_and_scored(claims):
+    """Row 2 of the table asks for digit 2 and ends after about twenty copies; row 12 is digit 2 of a second run."""
+    table = torch.full((20, 12, 11), -1e9)
+    table[2, :, 2] = table[12, :, 2] = 0.0
+    table[2, 2, claims.END] = math.log(1 / 20)  # row 12 never ends
+    prompts = torch.tensor([2] * 50 + [12])
+    tokens, before, mask, rewards = claims.write_digits(table, prompts, torch.Generator().manual_seed(0))
+    copies, ended = ((tokens == 2) & mask).sum(1), ((tokens == claims.END) & mask).any(1)
+    assert rewards.bool().tolist() == ((copies >= 3) & ended).tolist()
+    assert 0 < rewards.sum() < 50
+    assert (rewards[50], mask[50].sum()) == (0, claims.MAX_TOKENS)
+    assert (before[:, 0] == claims.BEGIN).all()
+    assert torch.equal(before[:, 1:][mask[:, 1:]], tokens[:, :-1][mask[:, 1:]])
+
+
+def test_every_run_is_reported_by_itself(claims):
+    found = claims.train_digits("gspo", (3e-4, 4e-4), steps=2, lr=0.3, minibatches=4, epochs=2, runs=3, P=8)
+    assert {name: len(values) for name, values in found.items()} == {"clipped": 3, "end": 3, "mean": 3}
+    assert found["end"] == found["mean"]  # both are over all steps, of which there are fewer than ten
+    assert len(set(found["clipped"])) == 3
+
+
+def test_modes_and_lengths_start_where_they_should(claims):
+    modes, correct = claims.bandit("grpo", 0.0, runs=2, steps=0)
+    start = torch.cat([torch.linspace(1.5, 0, 6), torch.full((6,), 0.5)]).softmax(0)
+    shares = start[:6] / start[:6].sum()
+    assert modes == pytest.approx([(-(shares * shares.log()).sum()).exp().item()] * 2, rel=1e-5)
+    assert correct == pytest.approx([start[:6].sum().item()] * 2, rel=1e-5)
+    assert claims.mean_lengths("GRPO", seed=0, steps=0) == pytest.approx((10, 10), rel=1e-5)
+
+
+def test_the_four_averages_agree_where_all_lengths_are_equal(claims):
+    values = torch.randn(8, claims.START_LENGTH, generator=torch.Generator().manual_seed(0))
+    found = [
+        claims.average(values, torch.ones_like(values, dtype=torch.bool), how, 4).item()
+        for how in ("GRPO", "DAPO per prompt", "token-mean of the batch", "Dr. GRPO")
+    ]
+    assert found == pytest.approx([values.mean().item()] * 4, abs=1e-6)

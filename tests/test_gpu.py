@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, build_model, tiny_model
+from conftest import TINY, build_model, build_tokenizer, tiny_model
 from safetensors.torch import load_file
 from test_checkpoint import Config, save
 from torch import nn
 
 from common import checkpoint, logprobs, losses, models, optim
 from common.cache import FlashCache, SdpaCache
+from common.embedder import Embedder
 from common.rollout import RolloutBatch, Sampler
 
 FAMILIES = ["qwen2", "gpt2"]
@@ -502,6 +503,73 @@ def test_visible_devices_are_counted_from_0(launcher, one_gpu, tmp_path):
         patch.setenv("CUDA_VISIBLE_DEVICES", "1")
         run = run_script(launcher, [sys.executable], launcher.copy("gspo"), tmp_path)
     assert_like(run, one_gpu, gpus=1)
+
+
+@needs(2)
+@pytest.mark.parametrize("script, command", [("grpo_multigpu", [sys.executable]), ("grpo_ddp", TORCHRUN)])
+def test_grpo_on_two_gpus_is_grpo_on_one(launcher, tmp_path, script, command):
+    options = dict(dynamic_sampling=1, kl_estimator="rho_k3", reference_refresh=2, entropy_coef=0.01)
+    one = run_script(launcher, [sys.executable], launcher.copy("grpo"), tmp_path / "one", **options)
+    multigpu = {"REFERENCE_GPU_ID = 2": "REFERENCE_GPU_ID = 1", "REWARD_GPU_ID = 2": "REWARD_GPU_ID = 1"}
+    copy = launcher.copy(script, edits=multigpu if script == "grpo_multigpu" else {})
+    run = run_script(launcher, command, copy, tmp_path / "two", **options)
+    assert [line["resampled"] for line in run.steps] == [line["resampled"] for line in one.steps]
+    assert_like(run, one, gpus=2)
+
+
+# ---- similarity groups ----
+
+
+@needs(2)
+def test_similarity_groups_on_two_gpus_are_those_on_one(launcher, tmp_path):
+    options = dict(similarity_model="ngrams", kl_coef=0.0)
+    one = run_script(launcher, [sys.executable], launcher.copy("similarity_grpo"), tmp_path / "one", **options)
+    two = run_script(launcher, TORCHRUN, launcher.copy("similarity_grpo"), tmp_path / "two", **options)
+    assert_like(two, one, gpus=2)
+    for name in ("clusters", "singletons", "cosine"):
+        assert [line[name] for line in two.steps] == pytest.approx([line[name] for line in one.steps], rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory) -> str:
+    """A sentence-transformers folder of 40 M random parameters."""
+    from sentence_transformers import SentenceTransformer
+    from transformers import BertConfig, BertModel
+
+    folder = tmp_path_factory.mktemp("bert")
+    torch.manual_seed(0)
+    BertModel(BertConfig(vocab_size=64, hidden_size=512, num_hidden_layers=12, num_attention_heads=8)).save_pretrained(
+        folder
+    )
+    build_tokenizer().save_pretrained(folder)
+    model = SentenceTransformer(str(folder), device="cpu")
+    model.save(str(folder / "saved"))
+    return str(folder / "saved")
+
+
+TEXTS = [f"what is {a} + {b} ? {'. ' * c}" for a in range(4) for b in range(4) for c in (0, 5)]
+
+
+@needs(1)
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_embedder_is_in_fp16_on_a_gpu_and_leaves_it_when_asked(bert, cuda, offload):
+    expected = Embedder(bert, ["cpu"])(TEXTS, 8)
+    before = torch.cuda.memory_allocated(cuda)
+    embed = Embedder(bert, [cuda], offload=offload)
+    for _ in range(3):
+        found = embed(TEXTS, 8)
+        assert found.device.type == "cpu" and found.dtype == torch.float32
+        torch.testing.assert_close(found, expected, rtol=0, atol=5e-3)
+        held = torch.cuda.memory_allocated(cuda) - before
+        assert held < MIB if offload else held > 50 * MIB
+    assert next(embed.models[0].parameters()).dtype == torch.float16
+
+
+@needs(2)
+def test_two_gpus_share_the_embedding_by_prompt(bert, cuda):
+    one = Embedder(bert, [cuda])(TEXTS, 8)
+    two = Embedder(bert, [cuda, torch.device("cuda", 1)])(TEXTS, 8)
+    torch.testing.assert_close(two, one, rtol=0, atol=2e-3)
 
 
 @needs(1)

@@ -832,6 +832,26 @@ def test_head_on_a_gpu(cuda, monkeypatch, dtype, frozen, compile):
 
 @gpu
 @pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_entropy_is_trained_on_a_gpu(cuda, monkeypatch, dtype, compile):
+    monkeypatch.setattr(head, "CHUNK_TOKENS", 64)
+    hidden, weight, _, ids, grad = (x if x is None else x.to(cuda) for x in head_inputs(150, V=5000, H=64, dtype=dtype))
+    hidden, weight = ((x * 0.3).detach().requires_grad_() for x in (hidden, weight))
+    found = head._Head.apply(hidden, weight, None, ids, 0.7, None, compile, True)
+    expected = exact_head(hidden, weight, None, ids, 0.7, None)
+    # a loss scale as in fp16, and factors of either sign
+    for factors in ((0.0, 1000.0), (1.0, -0.3)):
+        one, other = (
+            torch.autograd.grad(sum((f * grad * out).sum() for f, out in zip(factors, outputs, strict=True)),
+                                [hidden, weight], retain_graph=True)
+            for outputs in (found, expected)
+        )  # fmt: skip
+        for a, b in zip(one, other, strict=True):
+            assert a.isfinite().all() and (a.double() - b).norm() <= 0.01 * b.double().norm(), factors
+
+
+@gpu
+@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_bf16_on_a_gpu_is_no_further_from_fp32_than_padded(model_folders, cuda, family, checkpointing, compile):

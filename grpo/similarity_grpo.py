@@ -23,8 +23,8 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from transformers import set_seed
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import advantages, background, checkpoint, config, data, devices, distributed, embedder, logprobs, losses
-from common import metrics, models, optim, profiling, rewards, rollout, similarity
+from common import advantages, answers, background, checkpoint, config, data, devices, distributed, embedder
+from common import logprobs, losses, metrics, models, optim, profiling, rewards, rollout, similarity
 from common.config import require
 
 REFERENCE_GPU_ID = None  # frozen reference, loaded only if kl_coef > 0; None: the GPU of each rank; or a GPU number
@@ -84,6 +84,7 @@ class Config:
 
     similarity_method: str = "discount"  # "discount", "advantage", "dra" or "within": where similarity enters
     similarity_model: str = "auto"  # hub id or folder; "ngrams": built in; "auto": BAAI/bge-m3, "ngrams" for "toy"
+    similarity_text: str = "response"  # what is compared: all of the "response", or the final "answer" found in it
     similarity_threshold: str = "auto"  # cosine from which responses are alike, 0.9; "auto": from the first 5 steps
     similarity_alpha: float = 0.5  # with "discount" and "advantage": exponent of the cluster size; 0: plain GRPO
     similarity_kappa: float = 0.0  # with "within": weight of the whole group against the cluster; inf: plain GRPO
@@ -140,7 +141,7 @@ class Config:
         config.at_least(self, 0, "similarity_alpha", "similarity_kappa")
         config.at_least(self, 1, "similarity_max_tokens", "similarity_batch")
         config.one_of(self, similarity_method=("discount", "advantage", "dra", "within"),
-                      similarity_singletons=("zero", "group"))  # fmt: skip
+                      similarity_text=("response", "answer"), similarity_singletons=("zero", "group"))  # fmt: skip
         require(self.similarity_method != "within" or self.scale == "group", f"advantage_scale = {self.scale!r}",
                 "'within' divides by the std of the cluster", "leave it at 'auto', and loss not 'dr_grpo'")  # fmt: skip
         similarity.Threshold(self.similarity_threshold)  # has rules of its own
@@ -359,7 +360,10 @@ def main(cfg: Config) -> None:
             rewards_PG = scored.rewards.view(-1, cfg.group_size)
             with log.time("similarity"):
                 with distributed.together("similarity"):
-                    embeddings_PGD = embed(scored.completions, cfg.group_size)
+                    texts_B = scored.completions
+                    if cfg.similarity_text == "answer":
+                        texts_B = [answers.normal_answer(text) or "" for text in texts_B]
+                    embeddings_PGD = embed(texts_B, cfg.group_size)
                 advantages_PG, cluster_stats = similarity_advantages(rewards_PG, embeddings_PGD, threshold, cfg)
             log.add(len(rewards_PG), **cluster_stats)
             advantages_B = advantages_PG.flatten().to(home)

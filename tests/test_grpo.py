@@ -258,6 +258,21 @@ def test_without_effect_it_is_grpo_bit_for_bit(launcher, method, neutral, plain)
     assert_equal_weights(run.weights(), expected.weights())
 
 
+def test_only_the_final_answer_is_compared_when_asked(launcher, tmp_path):
+    # all right, and all different texts with one final answer
+    reward = (
+        "    for i in range(len(completions)):\n        completions[i] = f'{i} words, then #### 7'\n"
+        "    return [1.0] * len(completions)\n"
+    )
+    for text, clusters in (("response", 4.0), ("answer", 1.0)):
+        copy = launcher.copy("similarity_grpo", reward)
+        options = dict(
+            steps=1, eval_data="", similarity_model="ngrams", similarity_text=text, similarity_threshold=0.999
+        )
+        run = launcher.run(copy, tmp_path / text, **options).succeeded()
+        assert run.steps[0]["clusters"] == clusters
+
+
 def test_an_automatic_threshold_survives_a_stop(launcher, tmp_path):
     script = launcher.copy("similarity_grpo")
     options = dict(similarity_model="ngrams", eval_data="")

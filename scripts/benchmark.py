@@ -51,7 +51,14 @@ import torch
 import transformers
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    XLMRobertaConfig,
+    XLMRobertaModel,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -167,6 +174,30 @@ def make_model(name: str, num_ends: int, work_dir: Path) -> Path:
     return folder
 
 
+def make_embedder(work_dir: Path) -> Path:
+    """A folder with random weights of the shape of BAAI/bge-m3 (XLM-RoBERTa large), and a tokenizer, made once.
+
+    Args:
+        work_dir: where such folders are kept.
+    """
+    vocabulary, folder = 250002, work_dir / "models" / f"bge-m3-{transformers.__version__}"
+    if folder.is_dir():
+        return folder
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer(vocabulary)
+    cfg = XLMRobertaConfig(
+        vocab_size=vocabulary, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096,
+        max_position_embeddings=8194, pad_token_id=1, type_vocab_size=1,
+    )  # fmt: skip
+    tokenizer.pad_token = "w1"  # places are counted from the pad id, which must be that of the config
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
+        for part in (XLMRobertaModel(cfg).half(), tokenizer):
+            part.save_pretrained(Path(unfinished) / folder.name)
+        os.replace(Path(unfinished) / folder.name, folder)
+    return folder
+
+
 def write_prompts(path: Path, rows: int, prompt_tokens: int, vocabulary: int) -> None:
     """Writes prompts of random words, with an answer that no completion can give."""
     rng = random.Random(0)
@@ -270,7 +301,9 @@ def summarise(
         numbers["roofline_share"] = numbers["decode_tokens_per_second"] / numbers["roofline_tokens_per_second"]
     if setting.lengths != "natural":
         variance = (length - setting.shortest) ** 2 if setting.lengths == "geometric" else 0.0
-        flops = update_flops(shape, sequences, setting.prompt_tokens, length, variance) * cfg["gspo_epochs"]
+        flops = update_flops(shape, sequences, setting.prompt_tokens, length, variance) * cfg.get(
+            "gspo_epochs", cfg.get("grpo_epochs")
+        )
         numbers["update_flops"], numbers["mfu"] = flops, flops / numbers["seconds_update"] / peak if peak else None
     return numbers
 
@@ -335,6 +368,8 @@ def measure(name: str, setting: Setting, args: argparse.Namespace, extra: list[s
     )  # fmt: skip
     twice = [text for text in extra if text.lstrip("-").partition("=")[0].replace("-", "_") in options]
     require(not twice, f"{' '.join(twice)} after --", "benchmark.py sets it", "use the options before --")
+    if args.embedder:
+        options["similarity_model"] = make_embedder(Path(args.work_dir))
     command = [sys.executable, str(Path(args.script).resolve()), *as_options(options), *extra]
     arrivals: list[float] = []
 
@@ -450,7 +485,7 @@ def shown(value: float | None, form: str = ".3g") -> str:
 
 def report(results: list[dict]) -> str:
     """The numbers, and below them the comparisons, as Markdown tables."""
-    phases = {phase: f"seconds_{phase}" for phase in ("wall", "rollout", "score", "logprobs", "update")}
+    phases = {phase: f"seconds_{phase}" for phase in ("wall", "rollout", "score", "similarity", "logprobs", "update")}
     columns = {"cycle": "seconds", **phases, "decode/s": "decode_tokens_per_second", "roofline": "roofline_share",
                "tokens/s": "tokens_per_second", "MFU": "mfu", "length": "completion_length", "GiB": "memory_gib",
                "first": "seconds_first_step", "start": "seconds_start"}  # fmt: skip
@@ -494,6 +529,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Setting], list
     add("--bandwidth", type=float, help="of the memory, bytes per second; for a card that is not in the script")
     add("--flops", type=float, help="peak FLOP/s in the dtype used; likewise")
     add("--script", default=str(ROOT / "gspo" / "gspo.py"), help="script to measure (default: gspo/gspo.py)")
+    add(
+        "--embedder", choices=["bge-m3"], help="embedding model of grpo/similarity_grpo.py: random weights of the shape"
+    )
     add("--work_dir", default=str(Path(tempfile.gettempdir()) / "rl_hand_benchmark"),
         help="keeps models, which are made once, and what the runs print (default: %(default)s)")  # fmt: skip
     add("--timeout", type=float, default=3600, help="seconds for each process (default: %(default)s)")

@@ -78,6 +78,20 @@ class Embedder:
         self.name, self.devices = name, [torch.device(device) for device in devices]
         self.max_tokens, self.batch_size, self.offload = max_tokens, batch_size, offload
         self.models: list[Any] = []
+        self.seconds_created, self.said = math.nan, False
+
+    def load(self) -> None:
+        """Creates the models, if they are not there yet; a first call does it too.
+
+        Not for a thread beside the training: loading changes torch's default dtype for a moment, in all threads.
+
+        Raises:
+            ValueError: the model cannot be loaded.
+        """
+        if not self.models:
+            start = time.perf_counter()
+            self.models = [_load(self.name, device, self.max_tokens) for device in self.devices]
+            self.seconds_created = time.perf_counter() - start
 
     def __call__(self, texts: list[str], group_size: int) -> torch.Tensor:
         """Embeds the responses of a batch; equal answer parts get the same vector, bit for bit.
@@ -95,10 +109,8 @@ class Embedder:
         """
         if len(texts) % group_size:
             raise ValueError(f"{len(texts)} texts: must be complete groups of group_size = {group_size}")
-        start, first_call = time.perf_counter(), not self.models
-        if first_call:
-            self.models = [_load(self.name, device, self.max_tokens) for device in self.devices]
-        created = time.perf_counter()
+        self.load()
+        start = time.perf_counter()
 
         rows_of: dict[str, list[int]] = {}
         for row, text in enumerate(map(answer_part, texts)):
@@ -124,12 +136,13 @@ class Embedder:
                         "in float16 or is broken; set similarity_model to another one or to 'ngrams'"
                     )
                 vectors[rows_of[text]] = vector / length
-        if first_call:
+        if not self.said:
+            self.said = True
             dtype = next((p.dtype for p in self.models[0].parameters()), torch.float32)
             print_main(
                 f"similarity: {_readable(self.name)} created on {', '.join(map(str, self.devices))} "
-                f"({str(dtype).removeprefix('torch.')}) in {created - start:.1f} s; "
-                f"{len(texts)} texts embedded in {time.perf_counter() - created:.2f} s"
+                f"({str(dtype).removeprefix('torch.')}) in {self.seconds_created:.1f} s; "
+                f"{len(texts)} texts embedded in {time.perf_counter() - start:.2f} s"
             )
         return vectors.view(len(texts) // group_size, group_size, vectors.shape[-1])
 

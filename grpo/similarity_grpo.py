@@ -237,6 +237,14 @@ def resample(examples_P, batch, scoring, prompts, sampler, tokenizer, reward_mod
     return batch, replaced / len(examples_P)
 
 
+def embed_responses(scoring, embed, cfg):
+    """Embeddings [P, G, D] of the responses, as soon as they are scored."""
+    texts_B = scoring.result().completions
+    if cfg.similarity_text == "answer":
+        texts_B = [answers.normal_answer(text) or "" for text in texts_B]
+    return embed(texts_B, cfg.group_size)
+
+
 def similarity_advantages(rewards_PG, embeddings_PGD, threshold, cfg):
     """Advantages [P, G] that know which responses are alike, and what is logged about the clusters; a collective."""
     rank, num_ranks = distributed.rank(), distributed.num_ranks()
@@ -345,6 +353,9 @@ def main(cfg: Config) -> None:
                         examples_P, batch, scoring, prompts, sampler, tokenizer, reward_model, cfg, step
                     )
                 log.add(len(examples_P), resampled=resampled)
+            with distributed.together("similarity model"):
+                embed.load()  # now that it is needed; not in the thread, see there
+            embedding = background.start(embed_responses, scoring, embed, cfg)
             minibatches = batch.minibatches(cfg.num_minibatches, cfg.micro_batch_tokens, log_probs.packed)
             micros = list(chain(*minibatches))
             with log.time("logprobs"), distributed.together("logprobs"):
@@ -360,10 +371,7 @@ def main(cfg: Config) -> None:
             rewards_PG = scored.rewards.view(-1, cfg.group_size)
             with log.time("similarity"):
                 with distributed.together("similarity"):
-                    texts_B = scored.completions
-                    if cfg.similarity_text == "answer":
-                        texts_B = [answers.normal_answer(text) or "" for text in texts_B]
-                    embeddings_PGD = embed(texts_B, cfg.group_size)
+                    embeddings_PGD = embedding.result()
                 advantages_PG, cluster_stats = similarity_advantages(rewards_PG, embeddings_PGD, threshold, cfg)
             log.add(len(rewards_PG), **cluster_stats)
             advantages_B = advantages_PG.flatten().to(home)

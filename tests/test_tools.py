@@ -471,3 +471,37 @@ def test_gguf_refuses_a_full_folder_and_an_unknown_source(converter, tiny_gguf, 
         converter.find_gguf("pytest")
     with pytest.raises(FileNotFoundError, match="neither"):
         converter.find_gguf("models/missing.gguf")
+
+
+# ---- plot_answers.py ----
+
+
+def evaluated(model: str, accuracy: float, distinct: float | None, **passes: float) -> str:
+    result = {"model": model, "accuracy": accuracy, "distinct_correct": distinct}
+    return json.dumps(result | {name.replace("_", "@"): value for name, value in passes.items()}) + "\n"
+
+
+def test_evaluations_are_drawn_by_method(tmp_path, capsys):
+    tool, file = load_script("plot_answers"), tmp_path / "answers.jsonl"
+    lines = [
+        evaluated("models/smollm2", 0.2, 6.0, pass_1=0.2, pass_4=0.5),
+        evaluated("runs/plain0/checkpoint-000120", 0.8, 2.0, pass_1=0.8, pass_4=0.9),
+        evaluated("/tmp/runs/plain12/checkpoint-000120", 0.9, 3.0, pass_1=0.9, pass_4=0.9),
+    ]
+    file.write_text("".join(lines))
+    found = tool.read([file])
+    assert {name: len(results) for name, results in found.items()} == {"smollm2": 1, "plain": 2}
+    assert tool.attempts(found["plain"][0]) == {1: 0.8, 4: 0.9}
+    tool.main([str(file), "--out", str(tmp_path / "new" / "answers.png")])
+    assert (tmp_path / "new" / "answers.png").stat().st_size > 10_000
+    assert "written: smollm2, plain" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "line", ["{", '{"model": "a", "accuracy": 0.5}\n', evaluated("a", 0.5, None), "[1]\n"], ids=str
+)
+def test_other_lines_are_refused_by_number(tmp_path, line):
+    file = tmp_path / "answers.jsonl"
+    file.write_text(evaluated("a", 0.5, 1.0, pass_1=0.5) + line)
+    with pytest.raises(ValueError, match=r"line 2.*expected a line of evaluate\.py"):
+        load_script("plot_answers").read([file])

@@ -1,0 +1,100 @@
+"""Draw how many different right answers models give, and how accuracy grows with the number of attempts.
+
+Run:   python scripts/evaluate.py runs/plain0/checkpoint-000120 --data test.jsonl --samples 64 >> answers.jsonl
+       python scripts/plot_answers.py answers.jsonl --out answers.png      once there is a line for each model
+Needs: pip install matplotlib
+Reads: lines of evaluate.py with --samples. Runs whose folders differ in a number at the end, plain0 and plain1, are
+       seeds of one method: one colour, and one curve, their mean.
+"""
+
+import argparse
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+
+try:
+    import matplotlib
+
+    matplotlib.use("Agg")  # draws into a file; the default may look for a screen
+    import matplotlib.pyplot as plt
+except ImportError as error:
+    raise ImportError("Drawing needs one more package: pip install matplotlib") from error
+
+# Colours that colour-blind eyes tell apart, and shapes for those who print in grey
+STYLES = (("#777777", "s"), ("#0072B2", "o"), ("#D55E00", "D"), ("#009E73", "^"), ("#CC79A7", "v"), ("#E69F00", "P"),
+          ("#56B4E9", "X"), ("#000000", "*"))  # fmt: skip
+
+
+def method(model: str) -> str:
+    """What was trained how: the folder of a run without the number of its seed; a model by its own name."""
+    path = Path(model)
+    return re.sub(r"\d+$", "", path.parent.name) if path.name.startswith("checkpoint-") else path.name
+
+
+def read(paths: list[Path]) -> dict[str, list[dict]]:
+    """Evaluations by method, in the order of their first lines.
+
+    Raises:
+        ValueError: a line that is not one of evaluate.py with --samples.
+    """
+    found: dict[str, list[dict]] = defaultdict(list)
+    for path in paths:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            try:
+                result = json.loads(line)
+                if result["distinct_correct"] is None:
+                    raise ValueError("no prompt could be scored")
+                found[method(result["model"])].append(result)
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path}, line {number}: {error!r}; expected a line of evaluate.py --samples N: remove what is not"
+                ) from error
+    return found
+
+
+def attempts(result: dict) -> dict[int, float]:
+    """pass@k by k."""
+    return {int(name.removeprefix("pass@")): value for name, value in result.items() if name.startswith("pass@")}
+
+
+def draw(found: dict[str, list[dict]], out: Path) -> None:
+    """Draw both panels into the PNG file `out`, 1200 x 480 pixels."""
+    plt.rcParams.update({"font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold"})
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.8), dpi=100, layout="constrained")
+    for (color, marker), (name, results) in zip(STYLES, found.items(), strict=False):
+        accuracy, distinct = ([result[key] for result in results] for key in ("accuracy", "distinct_correct"))
+        seeds = f" ({len(results)} seeds)" if len(results) > 1 else ""
+        left.scatter(accuracy, distinct, s=60, color=color, marker=marker, label=name + seeds, zorder=3)
+        tries = [attempts(result) for result in results]
+        shared = sorted(set.intersection(*(set(by_k) for by_k in tries)))
+        right.plot(shared, [sum(by_k[k] for by_k in tries) / len(tries) for k in shared], color=color, marker=marker)
+    left.set(title="Different right answers per prompt", xlabel="accuracy of a sample", ylabel="among the samples")
+    left.set_ylim(bottom=0)
+    right.set(title="pass@k, mean over seeds", xlabel="attempts k", ylabel="share of prompts solved")
+    right.set_xscale("log", base=2)
+    right.xaxis.set_major_formatter(lambda k, place: f"{k:g}")
+    for axis in (left, right):
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Read the evaluations and draw them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="JSONL of evaluate.py --samples N")
+    parser.add_argument("--out", type=Path, default=Path("answers.png"), help="the picture (default: %(default)s)")
+    args = parser.parse_args(argv)
+    found = read(args.files)
+    if not 1 <= len(found) <= len(STYLES):
+        raise ValueError(f"{len(found)} methods, {sorted(found)}: from 1 to {len(STYLES)} can be told apart")
+    draw(found, args.out)
+    print(f"{args.out} written: {', '.join(found)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,7 @@
 
 Papers: GRPO 2402.03300 (Eq. 3), and the losses of DAPO 2503.14476, Dr. GRPO 2503.20783 and CISPO 2506.13585.
 Run:    python grpo/grpo.py           edit the constants below, or pass --learning_rate 2e-6 (--help lists all)
-Costs:  figures in grpo/README.md
+Costs:  SmolLM2-135M on one H200: 3.9 GiB, 0.5 s per step, accuracy 0.12 -> 0.53 to 0.56 in 80 steps (grpo/README.md)
 Dims:   P prompts, G completions per prompt, B = P*G, m sequences in one forward, C completion tokens
 """
 

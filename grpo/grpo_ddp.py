@@ -3,7 +3,7 @@
 Papers: GRPO 2402.03300 (Eq. 3), and the losses of DAPO 2503.14476, Dr. GRPO 2503.20783 and CISPO 2506.13585.
 Run:    torchrun --nproc_per_node=2 grpo/grpo_ddp.py   edit the constants below, or pass --learning_rate 2e-6
         accelerate launch --num_processes 2 grpo/grpo_ddp.py    (several machines: gspo/README.md)
-Costs:  figures in grpo/README.md
+Costs:  those of gspo/gspo_ddp.py; not measured apart from it
 Dims:   P prompts, G completions per prompt, B = P*G / ranks, m sequences in one forward, C completion tokens
 
 Every rank samples, scores and trains on its share of the step's prompts; DistributedDataParallel averages gradients.

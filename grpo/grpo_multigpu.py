@@ -2,7 +2,7 @@
 
 Papers: GRPO 2402.03300 (Eq. 3), and the losses of DAPO 2503.14476, Dr. GRPO 2503.20783 and CISPO 2506.13585.
 Run:    python grpo/grpo_multigpu.py  edit the constants below, or pass --learning_rate 2e-6 (--help lists all)
-Costs:  figures in grpo/README.md
+Costs:  those of gspo/gspo_multigpu.py; not measured apart from it
 Dims:   P prompts, G completions per prompt, B = P*G, m sequences in one forward, C completion tokens
 
 Every policy GPU samples its share of the prompts from a copy of the policy; nn.DataParallel splits each micro-batch of

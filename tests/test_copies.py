@@ -11,7 +11,7 @@ from conftest import FAMILIES, ROOT, SCRIPTS
 
 MARK = "# [copy]"
 COMMON = sorted((ROOT / "common").glob("*.py"))
-MOST_LINES = {"similarity_grpo": 425}
+MOST_LINES = {"similarity_grpo": 430}
 USUAL_LINES = 360
 # A default that may differ: on several GPUs of one process, the CPU is used only when asked for
 OWN_DEFAULT = {"gspo_multigpu": "device", "grpo_multigpu": "device"}
@@ -144,6 +144,11 @@ def test_grpo_shares_everything_but_the_loss_with_gspo(gspo, grpo):
     assert other.keys() - one.keys() == {"loss", "dual_clip", "cispo_cap", "entropy_coef"}
     changed = {name for name in one.keys() & other.keys() if one[name] != other[name]}
     assert changed == {"epsilon_high", "advantage_scale"}
+
+
+def test_tokens_are_averaged_alike_in_all_grpo_scripts():
+    found = {re.search(r"^AGGREGATION = .*$", SCRIPTS[name].read_text(), re.MULTILINE)[0] for name in FAMILIES["grpo"]}
+    assert len(found) == 1
 
 
 def test_what_similarity_adds_to_main_is_its_own_phase():

@@ -35,6 +35,27 @@ def commands() -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def script_in(command: str) -> str | None:
+    """The training script that a command runs."""
+    found = re.search(r"\b(?:gspo|grpo)/(\w+)\.py", command)
+    return found[1] if found and command.startswith(tuple(LAUNCH)) else None
+
+
+def kind(command: str) -> tuple[str, str | None]:
+    """Program and script: with the small settings above, the same for several commands."""
+    return command.split()[0] + " --nnodes" * ("--nnodes" in command), script_in(command)
+
+
+def repeated() -> list[str]:
+    """Commands that are like an earlier one, apart from options of the script."""
+    found, kinds = [], set()
+    for command in commands():
+        if script_in(command) and kind(command) in kinds:
+            found.append(command)
+        kinds.add(kind(command))
+    return found
+
+
 def execute(command: list[str], environment: dict[str, str]) -> str:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
@@ -60,7 +81,14 @@ def test_the_pages_hold_commands():
     assert not [command for command in NOT_RUN if not any(line.startswith(command) for line in commands())]
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if not c.startswith(tuple(NOT_RUN))])
+@pytest.mark.parametrize("command", repeated())
+def test_a_command_like_another_has_options_of_its_script(command):
+    names = {field.split(":")[0] for field in fields(SCRIPTS[script_in(command)])}
+    options = re.findall(r"--([\w-]+)", command.partition(".py ")[2])
+    assert options and set(options) <= names
+
+
+@pytest.mark.parametrize("command", [c for c in commands() if c not in repeated() and not c.startswith(tuple(NOT_RUN))])
 def test_a_documented_command_works(command, tmp_path, environment, quickstart_run):
     if command.startswith("bash scripts/quickstart.sh"):
         if not list((ROOT / ".venv").glob("installed-*")):
@@ -72,7 +100,7 @@ def test_a_documented_command_works(command, tmp_path, environment, quickstart_r
         )
         assert (out_dir / "plot.png").stat().st_size > 10_000
         return
-    command = command.replace("checkpoint-000060", "checkpoint-000002")
+    command = re.sub(r"checkpoint-000\d+", "checkpoint-000002", command)
     for documented in ("runs/quickstart", "runs/gspo", "runs/discount_answer0"):
         command = command.replace(documented, str(quickstart_run))
     if " --data data/numbers/test.jsonl --samples 64" in command:  # a random run, on four rows of its own task

@@ -183,14 +183,16 @@ def test_print_main_prints(capsys):
     assert capsys.readouterr() == ("step 3\n", "rollout: fast\n")
 
 
-@pytest.mark.parametrize(("backend", "ended"), [("nccl", True), ("gloo", False), (None, False)])
-def test_shutdown_ends_the_process_group_of_gpus_only(monkeypatch, backend, ended):
+@pytest.mark.parametrize(("backend", "expected"), [("nccl", ["destroyed"]), ("gloo", ["met", "exit 0"]), (None, [])])
+def test_shutdown_ends_the_group_of_gpus_and_the_process_of_gloo(monkeypatch, backend, expected):
     calls = []
     monkeypatch.setattr(dist, "is_initialized", lambda: backend is not None)
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append(1))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroyed"))
+    monkeypatch.setattr(dist, "barrier", lambda: calls.append("met"))
+    monkeypatch.setattr(os, "_exit", lambda code: calls.append(f"exit {code}"))
     distributed.shutdown()
-    assert bool(calls) == ended
+    assert calls == expected
 
 
 def test_unwrap_finds_the_model_under_every_wrapper():

@@ -29,4 +29,4 @@ for i in "${!arguments[@]}"; do
     esac
 done
 .venv/bin/python scripts/plot_run.py "$out_dir" --out "$out_dir/plot.png"
-echo "next: open gspo/gspo.py, or gspo/gspo_multigpu.py for several GPUs, and set policy_model, train_data and the reward"
+echo "next: open gspo/gspo.py or grpo/grpo.py, or the *_multigpu.py beside it, and set policy_model, train_data and the reward"

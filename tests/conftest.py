@@ -153,8 +153,8 @@ MEASURED = ("seconds", "tokens_per_second", "memory_gib", "host_memory_gib")  # 
 class Run:
     """A script at work, or done: one process per rank."""
 
-    def __init__(self, processes: list, output: Path, out_dir: Path):
-        self.processes, self.output_file, self.out_dir = processes, output, out_dir
+    def __init__(self, processes: list, outputs: list[Path], out_dir: Path):
+        self.processes, self.output_files, self.out_dir = processes, outputs, out_dir
 
     def wait(self, timeout: float = TIMEOUT) -> "Run":
         """Waits for all processes; kills them and fails when they take too long."""
@@ -187,7 +187,8 @@ class Run:
 
     @property
     def output(self) -> str:
-        return self.output_file.read_text(errors="replace")
+        """What was printed, by rank."""
+        return "".join(file.read_text(errors="replace") for file in self.output_files)
 
     def succeeded(self) -> "Run":
         assert set(self.codes) == {0}, self.output
@@ -296,8 +297,8 @@ class Launcher:
 
     def start(self, script: Path, out_dir: Path, ranks: int = 1, **options) -> Run:
         """Starts a script, with several ranks as torchrun would."""
-        output = self.outputs / f"{next(self._count)}.txt"
-        output.touch()
+        number = next(self._count)  # a file for each rank: not every file system keeps what two append at once
+        outputs = [self.outputs / f"{number}.{rank}.txt" for rank in range(ranks)]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
@@ -305,7 +306,8 @@ class Launcher:
         for rank in range(ranks):
             group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(ranks),
                      "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}  # fmt: skip
-            arguments = (str(script), self.options(out_dir, **options), str(output), group if ranks > 1 else {})
+            outputs[rank].touch()
+            arguments = (str(script), self.options(out_dir, **options), str(outputs[rank]), group if ranks > 1 else {})
             processes.append(self._context.Process(target=_run_script, args=arguments, daemon=True))
         # the server, started with the first of them, finds common/ and computes in one thread
         with pytest.MonkeyPatch.context() as patch:
@@ -314,7 +316,7 @@ class Launcher:
             patch.setenv("GLOO_SOCKET_IFNAME", "lo")
             for process in processes:
                 process.start()
-        return Run(processes, output, Path(out_dir))
+        return Run(processes, outputs, Path(out_dir))
 
     def run(self, script: Path, out_dir: Path, ranks: int = 1, timeout: float = TIMEOUT, **options) -> Run:
         """Runs a script to its end, whatever that is."""
@@ -333,7 +335,7 @@ class Launcher:
         output = self.outputs / f"{next(self._count)}.txt"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         process = Command([*command, script, *self.options(out_dir, **options)], output, environment)
-        return Run([process], output, Path(out_dir))
+        return Run([process], [output], Path(out_dir))
 
 
 @pytest.fixture(scope="session")

@@ -223,9 +223,10 @@ METHODS = {
 @pytest.mark.parametrize("method", METHODS)
 def test_similarity_runs_on_two_ranks_as_in_one_process(launcher, method):
     options = dict(similarity_method=method, similarity_model="ngrams", **METHODS[method])
-    one, two = launcher.trained("similarity_grpo", **options), launcher.trained("similarity_grpo", 2, **options)
-    share = ("similarity_share",)
-    assert_close(*(drop(run, share) for run in (two, one)), metrics=1e-4, weights=1e-6)
+    one = launcher.trained("similarity_grpo", **options)
+    if method in ("discount", "within"):  # one whose scale is that of all ranks, and one that each rank does alone
+        two = launcher.trained("similarity_grpo", 2, **options)
+        assert_close(*(drop(run, ("similarity_share",)) for run in (two, one)), metrics=1e-4, weights=1e-6)
     plain = launcher.trained("grpo_ddp", loss=options.get("loss", "dapo"))
     assert plain.steps[0]["reward"] == one.steps[0]["reward"]
     assert plain.steps[0]["grad_norm"] != pytest.approx(one.steps[0]["grad_norm"], rel=1e-3)

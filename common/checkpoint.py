@@ -175,18 +175,19 @@ def save(
                 shutil.rmtree(old)
 
 
-def reference(folder: Path | None, policy_model: str) -> str:
+def reference(folder: Path | None, cfg: Any) -> str:
     """The model that a frozen reference is loaded from.
 
     Args:
         folder: a complete checkpoint, or None for a new run.
-        policy_model: the model the run began with.
+        cfg: the Config of the run.
 
     Returns:
-        The reference saved in the checkpoint, if there is one, else `policy_model`.
+        The reference saved in the checkpoint, if there is one and `reference_refresh` is on, else `policy_model`: a run
+        that saves no reference must not go on with one, or it would be another after the next resume.
     """
     saved = Path(folder or "") / REFERENCE
-    return str(saved) if folder and saved.is_dir() else policy_model
+    return str(saved) if folder and cfg.reference_refresh and saved.is_dir() else cfg.policy_model
 
 
 def notes(folder: Path | None) -> dict[str, Any]:

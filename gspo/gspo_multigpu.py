@@ -216,7 +216,7 @@ def main(cfg: Config) -> None:
         policy = nn.DataParallel(policy, device_ids=gpus.policy)
     frozen, reference, reward_model = None, None, None
     if cfg.kl_coef > 0:
-        frozen = models.load_frozen(checkpoint.reference(resumed, cfg.policy_model), gpus.reference, cfg.dtype)
+        frozen = models.load_frozen(checkpoint.reference(resumed, cfg), gpus.reference, cfg.dtype)
         reference = logprobs.LogProbs(frozen, cfg.temperature)
     if cfg.reward_model:
         reward_model = rewards.RewardModel(cfg.reward_model, gpus.reward, models.pick_dtype(cfg.dtype, gpus.reward))

@@ -7,6 +7,7 @@ import pickle
 import random
 import shutil
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -526,15 +527,19 @@ def test_a_reference_and_notes_come_back(tmp_path):
     checkpoint.save(str(tmp_path), 3, model, build_tokenizer(), optimizer, 12, Config(), reference, notes)
     folder = tmp_path / "checkpoint-000003"
     assert checkpoint.is_complete(folder) and checkpoint.notes(folder) == notes
-    loaded = models.load_frozen(checkpoint.reference(folder, "another"), CPU, "fp32")
+    refreshing = SimpleNamespace(reference_refresh=2, policy_model="another")
+    loaded = models.load_frozen(checkpoint.reference(folder, refreshing), CPU, "fp32")
     for (name, one), other in zip(reference.named_parameters(), loaded.parameters(), strict=True):
         assert torch.equal(one, other), name
     assert any((a != b).any() for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
+    # without the option it would not be saved again, so it is not loaded either
+    assert checkpoint.reference(folder, SimpleNamespace(reference_refresh=0, policy_model="another")) == "another"
     # it is part of what must be complete
     (folder / "reference" / "model.safetensors").write_bytes(b"cut off")
     assert not checkpoint.is_complete(folder) and checkpoint.newest(tmp_path) is None
 
 
 def test_without_them_a_run_begins_with_its_own_model(saved):
-    assert checkpoint.reference(saved, "a/model") == checkpoint.reference(None, "a/model") == "a/model"
+    refreshing = SimpleNamespace(reference_refresh=2, policy_model="a/model")
+    assert checkpoint.reference(saved, refreshing) == checkpoint.reference(None, refreshing) == "a/model"
     assert checkpoint.notes(saved) == checkpoint.notes(None) == {}

@@ -65,6 +65,9 @@ class Embedder:
         max_tokens: longer texts are cut at this or at the model's own limit, whichever is smaller; "ngrams" cuts none.
         batch_size: texts in one forward.
         offload: between calls the models wait in the memory of the CPU.
+
+    Attributes:
+        seconds: what the last call took.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class Embedder:
         self.name, self.devices = name, [torch.device(device) for device in devices]
         self.max_tokens, self.batch_size, self.offload = max_tokens, batch_size, offload
         self.models: list[Any] = []
-        self.seconds_created, self.said = math.nan, False
+        self.seconds_created, self.seconds, self.said = math.nan, math.nan, False
 
     def load(self) -> None:
         """Creates the models, if they are not there yet; a first call does it too.
@@ -136,13 +139,14 @@ class Embedder:
                         "in float16 or is broken; set similarity_model to another one or to 'ngrams'"
                     )
                 vectors[rows_of[text]] = vector / length
+        self.seconds = time.perf_counter() - start
         if not self.said:
             self.said = True
             dtype = next((p.dtype for p in self.models[0].parameters()), torch.float32)
             print_main(
                 f"similarity: {_readable(self.name)} created on {', '.join(map(str, self.devices))} "
                 f"({str(dtype).removeprefix('torch.')}) in {self.seconds_created:.1f} s; "
-                f"{len(texts)} texts embedded in {time.perf_counter() - start:.2f} s"
+                f"{len(texts)} texts embedded in {self.seconds:.2f} s"
             )
         return vectors.view(len(texts) // group_size, group_size, vectors.shape[-1])
 

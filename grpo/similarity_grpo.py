@@ -8,7 +8,7 @@ Run:    python grpo/similarity_grpo.py    edit the constants below, or pass --si
         torchrun --nproc_per_node=2 grpo/similarity_grpo.py    each rank embeds the responses to its own prompts
 Costs:  with bge-m3, 64 completions of 256 tokens: 0.07 to 0.17 s a step, 1.1 GiB (grpo/README.md)
 Dims:   P prompts, G completions per prompt, B = P*G / ranks, m sequences in one forward, C completion tokens,
-        D embedding width
+        D embedding width, A prompts of all ranks
 """
 
 import sys
@@ -247,26 +247,31 @@ def embed_responses(scoring, embed, cfg):
 
 
 def similarity_advantages(rewards_PG, embeddings_PGD, threshold, cfg):
-    """Advantages [P, G] that know which responses are alike, and what is logged about the clusters; a collective."""
-    rank, num_ranks = distributed.rank(), distributed.num_ranks()
-    cosines_PGG = similarity.cosines(embeddings_PGD)
-    tau = threshold(torch.cat(distributed.gather_objects(cosines_PGG)))  # of all ranks
-    if cfg.similarity_method == "within":
+    """Advantages [P, G] that know which responses are alike, and what is logged about the clusters; a collective.
+
+    Each rank clusters the responses to its own prompts; all else is of the A prompts of all ranks.
+    """
+    cosines_AGG = torch.cat(distributed.gather_objects(similarity.cosines(embeddings_PGD)))
+    tau, method = threshold(cosines_AGG), cfg.similarity_method
+    if method == "within":
         labels_PG = torch.stack([similarity.cluster_by_silhouette(group_GD) for group_GD in embeddings_PGD])
-        advantages_PG = similarity.within(rewards_PG, labels_PG, cfg.similarity_kappa, cfg.similarity_singletons)
     else:
         labels_PG = similarity.cluster_groups(embeddings_PGD, rewards_PG, tau)  # of the responses with a reward above 0
-        shaped_PG = rewards_PG
-        if cfg.similarity_method == "discount":
-            shaped_PG = similarity.group_rewards(rewards_PG, labels_PG, cfg.similarity_alpha)
-        elif cfg.similarity_method == "dra":
-            shaped_PG = similarity.dra(rewards_PG, cosines_PGG)
-        gathered = torch.cat(distributed.gather_objects(shaped_PG))  # the scale "batch" is that of all ranks
-        advantages_PG = advantages.group_advantages(gathered, cfg.scale).chunk(num_ranks)[rank]
-        if cfg.similarity_method == "advantage":
-            advantages_PG = similarity.reweight(advantages_PG, labels_PG, cfg.similarity_alpha)
-        threshold.warn(labels_PG, rewards_PG)
-    return advantages_PG, similarity.cluster_stats(labels_PG, cosines_PGG)
+    rewards_AG, labels_AG = map(torch.cat, zip(*distributed.gather_objects((rewards_PG, labels_PG)), strict=True))
+    if method == "within":
+        advantages_AG = similarity.within(rewards_AG, labels_AG, cfg.similarity_kappa, cfg.similarity_singletons)
+    else:
+        threshold.warn(labels_AG, rewards_AG)
+        shaped_AG = rewards_AG
+        if method == "discount":
+            shaped_AG = similarity.group_rewards(rewards_AG, labels_AG, cfg.similarity_alpha)
+        elif method == "dra":
+            shaped_AG = similarity.dra(rewards_AG, cosines_AGG)
+        advantages_AG = advantages.group_advantages(shaped_AG, cfg.scale)
+        if method == "advantage":
+            advantages_AG = similarity.reweight(advantages_AG, labels_AG, cfg.similarity_alpha)
+    advantages_PG = advantages_AG.chunk(distributed.num_ranks())[distributed.rank()]
+    return advantages_PG, similarity.cluster_stats(labels_AG, cosines_AGG)
 
 
 # [copy]
@@ -311,7 +316,7 @@ def main(cfg: Config) -> None:
     policy = accelerator.prepare(log_probs)  # DistributedDataParallel, if there are several ranks
     frozen, reference, reward_model = None, None, None
     if cfg.kl_coef > 0:
-        frozen = models.load_frozen(checkpoint.reference(resumed, cfg.policy_model), gpus.reference, cfg.dtype)
+        frozen = models.load_frozen(checkpoint.reference(resumed, cfg), gpus.reference, cfg.dtype)
         reference = logprobs.LogProbs(frozen, cfg.temperature, cfg.compile)
     if cfg.reward_model:
         reward_model = rewards.RewardModel(cfg.reward_model, gpus.reward, models.pick_dtype(cfg.dtype, gpus.reward))
@@ -376,7 +381,7 @@ def main(cfg: Config) -> None:
                 with distributed.together("similarity"):
                     embeddings_PGD = embedding.result()
                 advantages_PG, cluster_stats = similarity_advantages(rewards_PG, embeddings_PGD, threshold, cfg)
-            log.add(len(rewards_PG), **cluster_stats)
+            log.add(embedding_seconds=embed.seconds, **cluster_stats)
             advantages_B = advantages_PG.flatten().to(home)
             left_out_B = scored.rewards.isnan() | (batch.truncated.cpu() & (cfg.truncated == "mask"))
             for micro in micros:

@@ -147,7 +147,14 @@ SMALL = dict(steps=3, batch_size=4, group_size=4, num_minibatches=2, max_new_tok
              save_every=2, keep_checkpoints=9, eval_every=2, eval_examples=8, sample_every=1, learning_rate=2e-4,
              warmup_steps=4, kl_coef=0.1, device="cpu")  # fmt: skip
 TIMEOUT = 100  # seconds; a run takes two on a quiet machine
-MEASURED = ("seconds", "tokens_per_second", "memory_gib", "host_memory_gib")  # beginnings of what two runs differ in
+# Beginnings of what two runs differ in
+MEASURED = (
+    "seconds",
+    "tokens_per_second",
+    "memory_gib",
+    "host_memory_gib",
+    "embedding_seconds",
+)
 
 
 class Run:

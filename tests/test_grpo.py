@@ -12,7 +12,7 @@ from test_scripts import NEVER_ENDS, failed, first_weights, metrics_explained
 
 # Prompts with an even answer teach nothing
 HALF = "    return [float(len(c) % 5) if int(a) % 2 else 1.0 for c, a in zip(completions, answers)]\n"
-CLUSTERS = ("clusters", "singletons", "effective_clusters", "cosine", "similarity_share")
+CLUSTERS = ("clusters", "singletons", "effective_clusters", "cosine", "similarity_share", "embedding_seconds")
 # between them, every option of the loss
 LOSSES = {
     "grpo": dict(loss="grpo", kl_estimator="rho_k3", entropy_coef=0.05, dual_clip=1.05, epsilon_low=0.01),
@@ -233,6 +233,17 @@ def test_similarity_runs_on_two_ranks_as_in_one_process(launcher, method):
     for line in one.steps:
         assert 0 <= line["clusters"] <= 4 and 0 < line["similarity_share"] < 1 and 0 < line["cosine"] < 1
         assert 1 <= line["effective_clusters"] <= line["clusters"] + 1 and 0 <= line["singletons"] <= 1
+
+
+def test_numbers_of_clusters_are_those_of_all_ranks(launcher, tmp_path):
+    # prompts with an even answer have no response in a cluster, and the ranks have unequal numbers of them
+    reward = "    return [float(len(c) % 5) * (int(a) % 2) for c, a in zip(completions, answers)]\n"
+    copy = launcher.copy("similarity_grpo", reward)
+    options = dict(similarity_model="ngrams", eval_data="", steps=4)
+    one, two = (launcher.run(copy, tmp_path / str(ranks), ranks, **options).succeeded() for ranks in (1, 2))
+    assert_close(*(drop(run, ("similarity_share",)) for run in (two, one)), metrics=1e-4, weights=1e-6)
+    assert any(line["zero_std"] > 0 for line in one.steps)
+    assert all(line["embedding_seconds"] > 0 for line in two.steps)
 
 
 def drop(run: Run, names: tuple[str, ...]) -> Run:

@@ -9,6 +9,12 @@ from typing import Any, TextIO
 import torch.distributed as dist
 from torch import nn
 
+OUTAGE_EXIT_CODE = 75  # of a run that saved and gave up waiting for a service: start it again later (EX_TEMPFAIL)
+
+
+class OutageError(RuntimeError):
+    """A service that a run needs stays away. All ranks raise it, so that they save together; nothing was skipped."""
+
 
 def rank() -> int:
     """Number of this process, 0 in a single process; before the process group starts, what torchrun says."""
@@ -76,19 +82,22 @@ def together(phase: str) -> Iterator[None]:
         phase: what the block does, for the message.
 
     Raises:
-        RuntimeError: on the ranks that did not fail.
+        RuntimeError: on the ranks that did not fail; OutageError if that is what failed on the others.
     """
     error = None
     try:
         yield
     except Exception as caught:  # held for one collective, then raised
         error = caught
-    failures = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
+    failures = gather_objects(
+        None if error is None else (isinstance(error, OutageError), f"{type(error).__name__}: {error}")
+    )
+    broken = {number: said for number, said in enumerate(failures) if said and not said[0]}
+    if error is not None and not (broken and isinstance(error, OutageError)):
         raise error
-    for number, failure in enumerate(failures):
-        if failure is not None:
-            raise RuntimeError(f"rank {number} failed in phase '{phase}': {failure}")
+    for number, (is_outage, text) in (broken or {n: said for n, said in enumerate(failures) if said}).items():
+        kind = OutageError if is_outage else RuntimeError  # an outage only if all can go on to save
+        raise kind(f"rank {number} failed in phase '{phase}': {text}")
 
 
 def shutdown() -> None:

@@ -28,7 +28,7 @@ def vocabulary_logits(model: nn.Module, hidden: torch.Tensor, weight: torch.Tens
         [b, V] fp32.
     """
     head = model.get_output_embeddings()
-    return _project(hidden, head.weight if weight is None else weight, getattr(head, "bias", None), _softcap(model))
+    return project(hidden, head.weight if weight is None else weight, getattr(head, "bias", None), softcap_of(model))
 
 
 def wide_weight(model: nn.Module) -> torch.Tensor | None:
@@ -38,7 +38,7 @@ def wide_weight(model: nn.Module) -> torch.Tensor | None:
         model: a transformers causal language model.
     """
     weight = model.get_output_embeddings().weight
-    return None if _on_tensor_cores(weight) else weight.float()
+    return None if on_tensor_cores(weight) else weight.float()
 
 
 def token_logps(
@@ -63,43 +63,55 @@ def token_logps(
         [N] and [N] fp32, nats.
     """
     output = model.get_output_embeddings()
-    options = temperature, _softcap(model), compile, train_entropy
+    options = temperature, softcap_of(model), compile, train_entropy
     return _Head.apply(hidden, output.weight, output.bias, ids, *options)
 
 
-def _softcap(model: nn.Module) -> float | None:
+def softcap_of(model: nn.Module) -> float | None:
+    """The bound that a model's tanh puts on its logits, if it has one."""
     return getattr(model.config, "final_logit_softcapping", None)
 
 
-def _on_tensor_cores(x: torch.Tensor) -> bool:
+def on_tensor_cores(x: torch.Tensor) -> bool:
     """Whether products of half precision numbers can be exact, summed and returned in fp32, without fp32 copies."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
-def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """[i, j] by [j, k], in fp32."""
-    if _on_tensor_cores(a) and a.dtype == b.dtype:
+    if on_tensor_cores(a) and a.dtype == b.dtype:
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a.float(), b.float())
 
 
-def _add_mm(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def add_mm(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """Adds [i, j] by [j, k] to `total`, in fp32: partial sums rounded to bf16 would bias the gradient."""
-    if _on_tensor_cores(a) and a.dtype == b.dtype:
+    if on_tensor_cores(a) and a.dtype == b.dtype:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(a.float(), b.float())
 
 
-def _operand(weight: torch.Tensor) -> torch.Tensor:
-    """The weight as `_mm` takes it: where it has to be cast, that is done once and not for every chunk."""
-    return weight if _on_tensor_cores(weight) else weight.float()
+def operand(weight: torch.Tensor) -> torch.Tensor:
+    """The weight as `mm` takes it: where it has to be cast, that is done once and not for every chunk."""
+    return weight if on_tensor_cores(weight) else weight.float()
 
 
-def _project(
+def project(
     hidden_nH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, softcap: float | None
 ) -> torch.Tensor:
-    logits_nV = _mm(hidden_nH, weight_VH.t())
+    """Logits of n states in fp32.
+
+    Args:
+        hidden_nH: [n, H].
+        weight_VH: [V, H], from `operand`.
+        bias_V: [V] or None.
+        softcap: as `softcap_of` gives it.
+
+    Returns:
+        [n, V] fp32.
+    """
+    logits_nV = mm(hidden_nH, weight_VH.t())
     if bias_V is not None:
         logits_nV += bias_V
     return logits_nV if softcap is None else logits_nV.div_(softcap).tanh_().mul_(softcap)
@@ -146,7 +158,8 @@ def _logit_gradient(
 
 
 @functools.cache
-def _kernel(function: Callable, compile: bool) -> Callable:
+def kernel(function: Callable, compile: bool) -> Callable:
+    """The function, compiled for any number of tokens if asked for, once per process."""
     return torch.compile(function, dynamic=True) if compile else function
 
 
@@ -163,15 +176,15 @@ class _Head(torch.autograd.Function):
         head_trained = weight_VH.requires_grad or (bias_V is not None and bias_V.requires_grad)
         ctx.frozen = hidden_NH.requires_grad and not head_trained and not train_entropy
         ctx.options = temperature, softcap, compile
-        operand_VH = _operand(weight_VH)
+        operand_VH = operand(weight_VH)
         stats, jacobian = [], []
-        for hidden_nH, ids_n in _chunks(hidden_NH, ids_N):
-            logits_nV = _project(hidden_nH, operand_VH, bias_V, softcap)
-            stats.append(_kernel(_stats, compile)(logits_nV, ids_n, temperature))
+        for hidden_nH, ids_n in chunks(hidden_NH, ids_N):
+            logits_nV = project(hidden_nH, operand_VH, bias_V, softcap)
+            stats.append(kernel(_stats, compile)(logits_nV, ids_n, temperature))
             if ctx.frozen:
                 args = ids_n, stats[-1][2], torch.full_like(stats[-1][2], LARGEST), temperature, softcap
-                grad_nV = _kernel(_logit_gradient, compile)(logits_nV, *args, operand_VH.dtype)
-                jacobian.append(_mm(grad_nV, operand_VH).div_(LARGEST * temperature).to(hidden_NH.dtype))
+                grad_nV = kernel(_logit_gradient, compile)(logits_nV, *args, operand_VH.dtype)
+                jacobian.append(mm(grad_nV, operand_VH).div_(LARGEST * temperature).to(hidden_NH.dtype))
                 del grad_nV
             del logits_nV  # or it would stand beside the next one
         logps_N, entropy_N, lse_N = (torch.cat(parts) for parts in zip(*stats, strict=True))
@@ -199,18 +212,18 @@ class _Head(torch.autograd.Function):
             largest_N = torch.maximum(largest_N, 4 * entropy[1].abs())
         unit = F.pad(largest_N, (0, 1), value=1e-30).amax() / LARGEST
         factor_N, entropy[1:] = factor_N / unit, [x / unit for x in entropy[1:]]
-        operand_VH = _operand(weight_VH)
+        operand_VH = operand(weight_VH)
         train_weight = ctx.needs_input_grad[1]
         grad_hidden, grad_VH = [], torch.zeros_like(weight_VH, dtype=torch.float32) if train_weight else None
         grad_V = torch.zeros(len(weight_VH), device=weight_VH.device)
-        for hidden_nH, ids_n, lse_n, factor_n, *entropy_n in _chunks(hidden_NH, ids_N, lse_N, factor_N, *entropy):
-            logits_nV = _project(hidden_nH, operand_VH, bias_V, softcap)
+        for hidden_nH, ids_n, lse_n, factor_n, *entropy_n in chunks(hidden_NH, ids_N, lse_N, factor_N, *entropy):
+            logits_nV = project(hidden_nH, operand_VH, bias_V, softcap)
             args = ids_n, lse_n, factor_n, temperature, softcap, operand_VH.dtype, *entropy_n
-            grad_nV = _kernel(_logit_gradient, compile)(logits_nV, *args)
+            grad_nV = kernel(_logit_gradient, compile)(logits_nV, *args)
             del logits_nV
-            grad_hidden.append(_mm(grad_nV, operand_VH).mul_(unit).to(hidden_NH.dtype))
+            grad_hidden.append(mm(grad_nV, operand_VH).mul_(unit).to(hidden_NH.dtype))
             if train_weight:
-                _add_mm(grad_VH, grad_nV.t(), hidden_nH)
+                add_mm(grad_VH, grad_nV.t(), hidden_nH)
             if bias_V is not None:
                 grad_V += grad_nV.sum(0, dtype=torch.float32)
             del grad_nV
@@ -219,7 +232,7 @@ class _Head(torch.autograd.Function):
         return torch.cat(grad_hidden), grad_weight, grad_bias, *[None] * 5
 
 
-def _chunks(*tensors_N: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+def chunks(*tensors_N: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Cuts along tokens into parts of equal size, at most CHUNK_TOKENS; no token gives one empty part."""
     count = -(-len(tensors_N[0]) // CHUNK_TOKENS) or 1
     for parts in zip(*(tensor_N.chunk(count) for tensor_N in tensors_N), strict=True):

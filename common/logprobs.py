@@ -86,6 +86,31 @@ class LogProbs(nn.Module):
         Returns:
             Log-probabilities [m, C] and entropies [m, C], fp32, nats, 0 where masked.
         """
+        hidden_NH, place = self.states(prompt_ids, prompt_mask, completion_ids, completion_mask)
+        logps_N, entropy_N = token_logps(
+            self.model, hidden_NH, completion_ids[place], self.temperature, self.compiled, self.train_entropy
+        )
+        zeros_mC = torch.zeros(completion_ids.shape, device=completion_ids.device)
+        return zeros_mC.index_put(place, logps_N), zeros_mC.index_put(place, entropy_N)
+
+    def states(
+        self,
+        prompt_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+        completion_ids: torch.Tensor,
+        completion_mask: torch.Tensor,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """The last hidden states that predict the completion tokens.
+
+        Args:
+            prompt_ids: as in `forward`, likewise the others.
+            prompt_mask: the same.
+            completion_ids: the same.
+            completion_mask: the same.
+
+        Returns:
+            [N, H], and the row and column of each of the N tokens, [N] int64 both.
+        """
         (m, Q), device = prompt_ids.shape, prompt_ids.device
         prompt_m, completion_m = prompt_mask.sum(1), completion_mask.sum(1)
         length_m, padding_m = prompt_m + completion_m, Q - prompt_m
@@ -110,13 +135,7 @@ class LogProbs(nn.Module):
         # the state before a token predicts it; prompt and padding never reach the vocabulary
         row_N, place_N = _rows(completion_m, sum(completions))
         before_N = begin_m[row_N] + prompt_m[row_N] + place_N - 1
-        hidden_NH = hidden.flatten(0, 1).index_select(0, before_N)
-        ids_N = completion_ids[row_N, place_N]
-        logps_N, entropy_N = token_logps(
-            self.model, hidden_NH, ids_N, self.temperature, self.compiled, self.train_entropy
-        )
-        zeros_mC = torch.zeros(completion_ids.shape, device=device)
-        return zeros_mC.index_put((row_N, place_N), logps_N), zeros_mC.index_put((row_N, place_N), entropy_N)
+        return hidden.flatten(0, 1).index_select(0, before_N.to(hidden.device)), (row_N, place_N)
 
 
 def fill(

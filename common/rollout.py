@@ -23,6 +23,8 @@ from common.distributed import print_main
 from common.engine import Engine
 from common.sampling import Sampling
 
+PROMPT = ("prompt_ids", "prompt_mask")  # fields with a column per prompt token; all others have one per completion token
+
 
 @dataclasses.dataclass
 class RolloutBatch:
@@ -45,6 +47,11 @@ class RolloutBatch:
         advantages: [B] fp32.
         old_logps: [B, C] fp32, under the policy at the time of the rollout, from the forward pass of the update.
         ref_logps: [B, C] fp32, under the reference.
+        teacher_states: [B, C, H], last hidden states of a teacher before each token.
+        teacher_ids: [B, C, K] int32, the teacher's top k tokens, in place of the states.
+        teacher_logps: [B, C, K] fp32, their log-probabilities.
+        teacher_tail_logp: [B, C] fp32, log of the mass of all other tokens.
+        teacher_token_logps: [B, C] fp32, of the completion's tokens, under the teacher.
     """
 
     prompt_ids: torch.Tensor
@@ -61,6 +68,11 @@ class RolloutBatch:
     advantages: torch.Tensor | None = None
     old_logps: torch.Tensor | None = None
     ref_logps: torch.Tensor | None = None
+    teacher_states: torch.Tensor | None = None
+    teacher_ids: torch.Tensor | None = None
+    teacher_logps: torch.Tensor | None = None
+    teacher_tail_logp: torch.Tensor | None = None
+    teacher_token_logps: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
@@ -69,6 +81,12 @@ class RolloutBatch:
     def tokens(self) -> tuple[torch.Tensor, ...]:
         """The arguments of `LogProbs`; dropped rows are computed too, so that dropping changes no rounding."""
         return self.prompt_ids, self.prompt_mask, self.completion_ids, self.sampled_mask
+
+    @property
+    def said(self) -> tuple[torch.Tensor, ...]:
+        """What a teacher said of every completion token, as `distillation.Divergences` takes it."""
+        top_k = self.teacher_ids, self.teacher_logps, self.teacher_tail_logp, self.teacher_token_logps
+        return top_k if self.teacher_states is None else (self.teacher_states,)
 
     @property
     def num_trained(self) -> int:
@@ -99,10 +117,11 @@ class RolloutBatch:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         part = {k: v if v is None else v[rows if v.device.type == "cpu" else there] for k, v in fields.items()}
         Q, C = int(part["prompt_lengths"].max()), int(part["lengths"].max())
-        for name in ("prompt_ids", "prompt_mask"):
+        for name in PROMPT:
             part[name] = part[name][:, self.prompt_ids.shape[1] - Q :]
-        for name in ("completion_ids", "sampled_mask", "completion_mask", "rollout_logps", "old_logps", "ref_logps"):
-            part[name] = None if part[name] is None else part[name][:, :C]
+        for name, value in part.items():
+            if value is not None and value.dim() >= 2 and name not in PROMPT:
+                part[name] = value[:, :C]
         return RolloutBatch(**part)
 
     def put(self, rows: torch.Tensor, other: "RolloutBatch") -> "RolloutBatch":
@@ -119,7 +138,7 @@ class RolloutBatch:
                 fields[name] = own
                 continue
             if own.dim() == 2:  # of different widths
-                width, left = max(own.shape[1], new.shape[1]), name in ("prompt_ids", "prompt_mask")
+                width, left = max(own.shape[1], new.shape[1]), name in PROMPT
                 own, new = (F.pad(x, (width - x.shape[1], 0) if left else (0, width - x.shape[1])) for x in (own, new))
             fields[name] = own.index_copy(0, rows.to(own.device), new.to(own.device))
         return RolloutBatch(**fields).select(torch.arange(len(self)))

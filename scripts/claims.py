@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import advantages, losses, similarity
+from common import advantages, divergences, losses, similarity
 
 
 @dataclass
@@ -520,6 +520,81 @@ def degenerate(runs: int = 5) -> list[Row]:
             all(equal.values()),
         )
     ]
+
+
+# --- 12, 13, 14, 15: distillation, with a student that cannot become its teacher ---
+
+CHAIN_TOKENS, CHAIN_VOCAB = 20, 8
+DISTILLATIONS = {  # share of the batches that the student writes, loss
+    "SFT": (0.0, "sft"),
+    "forward KL off-policy": (0.0, 0.0),
+    "reverse KL off-policy": (0.0, 1.0),
+    "forward KL on-policy": (1.0, 0.0),
+    "JSD(0.5) on-policy": (1.0, 0.5),
+    "reverse KL half on-policy": (0.5, 1.0),
+    "reverse KL on-policy": (1.0, 1.0),
+    "sampled token": (1.0, "sampled"),
+}
+
+
+def trigram(seed: int = 0) -> torch.Tensor:
+    """Log-probabilities of the teacher [V, V, V]: the last token but one, the last, the next."""
+    shape = (CHAIN_VOCAB, CHAIN_VOCAB, CHAIN_VOCAB)
+    return (2 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).log_softmax(-1)
+
+
+def write_chains(probs: torch.Tensor, B: int, rng: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """B chains per run, sampled from probabilities [R, V, V, V], each from two tokens 0 on.
+
+    Returns:
+        For every token written, [R, B * C]: the last but one before it, the last, and itself.
+    """
+    run = torch.arange(len(probs)).repeat_interleave(B)
+    chain = [torch.zeros_like(run), torch.zeros_like(run)]
+    for _ in range(CHAIN_TOKENS):
+        chain.append(torch.multinomial(probs[run, chain[-2], chain[-1]], 1, generator=rng)[:, 0])
+    chain = torch.stack(chain, 1)
+    return tuple(chain[:, i : i + CHAIN_TOKENS].reshape(len(probs), -1) for i in range(3))
+
+
+def bigram(table_RVV: torch.Tensor) -> torch.Tensor:
+    """Probabilities of the student [R, V, V, V]: the last token but one changes nothing."""
+    return table_RVV.softmax(-1)[:, None].expand(-1, CHAIN_VOCAB, -1, -1)
+
+
+def logits_of(table_RVV: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """Logits [R, tokens, V] of the student for what follows `last` [R, tokens]."""
+    return table_RVV[torch.arange(len(table_RVV))[:, None], last]
+
+
+def distillation_gradient(
+    table_RVV: torch.Tensor, teacher: torch.Tensor, chains: tuple[torch.Tensor, ...], loss: float | str
+) -> torch.Tensor:
+    """Gradient [R, V, V] of the mean loss of each run: "sft", "sampled", or the beta of the generalized JSD."""
+    before, last, tokens = chains
+    table_RVV = table_RVV.detach().requires_grad_()
+    logits, teacher_logps = logits_of(table_RVV, last), teacher[before, last]
+    if isinstance(loss, float):
+        values = divergences.generalized_jsd(logits, teacher_logps, loss)
+    else:
+        logps, wanted = (x.log_softmax(-1).gather(-1, tokens[..., None])[..., 0] for x in (logits, teacher_logps))
+        values = -logps
+        if loss == "sampled":
+            values = -losses.token_ratio(logps, logps.detach()) * (wanted - logps.detach())
+    return torch.autograd.grad(values.mean(1).sum(), table_RVV)[0]
+
+
+def distil(
+    on_policy_share: float, loss: float | str, teacher: torch.Tensor, runs: int, steps: int, B: int = 32
+) -> torch.Tensor:
+    """Trains tables [R, V, V] of logits from uniform, all runs at once, each on B chains per step."""
+    rng = torch.Generator().manual_seed(0)
+    table_RVV = torch.zeros(runs, CHAIN_VOCAB, CHAIN_VOCAB)
+    for _ in range(steps):
+        own = torch.rand(runs, 1, 1, 1, generator=rng) < on_policy_share
+        chains = write_chains(torch.where(own, bigram(table_RVV), teacher.exp()), B, rng)
+        table_RVV -= 2 * distillation_gradient(table_RVV, teacher, chains, loss)
+    return table_RVV
 
 
 # --- the table ---

@@ -427,7 +427,7 @@ def test_a_frozen_head_gives_the_same_gradient_without_computing_logits_again(mo
             x.requires_grad_(False)
     compare_heads(inputs, temperature=0.7, softcap=3.0)
     logps, _ = head._Head.apply(*inputs[:4], 0.7, None, False)
-    monkeypatch.setattr(head, "_project", None)
+    monkeypatch.setattr(head, "project", None)
     logps.sum().backward()
 
 
@@ -485,7 +485,7 @@ def tensor_cores(monkeypatch):
             "addmm.dtype_out",
             lambda total, a, b, dtype, beta=1, alpha=1, out=None: out.copy_(total + a.to(dtype) @ b.to(dtype)), "CPU",
         )  # fmt: skip
-        monkeypatch.setattr(head, "_on_tensor_cores", lambda x: x.dtype in (torch.bfloat16, torch.float16))
+        monkeypatch.setattr(head, "on_tensor_cores", lambda x: x.dtype in (torch.bfloat16, torch.float16))
         yield
 
 
@@ -560,7 +560,7 @@ def test_fill_writes_each_micro_batch_its_own_rows(policies):
 
 @pytest.mark.parametrize(("compiled", "trained"), [(True, True), (True, False), (False, True)])
 def test_fill_makes_gradients_only_where_the_update_runs_a_compiled_graph(policies, monkeypatch, compiled, trained):
-    monkeypatch.setattr(head, "_kernel", lambda function, compile: function)
+    monkeypatch.setattr(head, "kernel", lambda function, compile: function)
     model = copy.deepcopy(policies["qwen2"]).requires_grad_(trained)
     policy, batch, modes = LogProbs(model, 1.0), pack(PROMPTS, COMPLETIONS), []
     policy.compiled = compiled
@@ -630,7 +630,7 @@ def test_blocks_and_head_are_compiled_once(model_folders, monkeypatch, checkpoin
     monkeypatch.setattr(head, "CHUNK_TOKENS", 16)  # one chunk for some of the batches, several for others
     monkeypatch.setattr(attention, "Packed", MaskedAttention)
     kernels = {f: torch.compile(f, dynamic=True, backend=backend) for f in (head._stats, head._logit_gradient)}
-    monkeypatch.setattr(head, "_kernel", lambda function, compile: kernels[function] if compile else function)
+    monkeypatch.setattr(head, "kernel", lambda function, compile: kernels[function] if compile else function)
     for block in model.model.layers:
         block.compile(dynamic=True, backend=backend)
     policy.compiled = True

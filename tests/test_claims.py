@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import losses, similarity
+from common import divergences, losses, similarity
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "claims.py"
-EXACT = ["on_policy", "closed_form", "kl", "degenerate"]  # rows 4, 6, 7, 11
+EXACT = ["on_policy", "closed_form", "kl", "degenerate", "tail_bucket"]  # rows 4, 6, 7, 11, 15
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +30,8 @@ def test_the_exact_claims_hold_and_the_table_is_written(claims, tmp_path, capsys
     table = (tmp_path / "new/claims.md").read_text()
     assert capsys.readouterr().out == table
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    assert [len(row) for row in rows] == [5] * 6
-    assert [(row[0], row[-1]) for row in rows[2:]] == [(number, "holds") for number in ("4", "6", "7", "11")]
+    assert [len(row) for row in rows] == [5] * 7
+    assert [(row[0], row[-1]) for row in rows[2:]] == [(number, "holds") for number in ("4", "6", "7", "11", "15")]
 
 
 def test_an_experiment_named_twice_runs_once(claims, capsys):
@@ -56,6 +56,8 @@ def sum_over_tokens(values, mask, mode, denominator):
         (losses, "aggregate", sum_over_tokens, "closed_form"),
         (similarity, "group_rewards", lambda rewards, labels, alpha: rewards / (1 + alpha), "degenerate"),
         (similarity, "group_rewards", lambda rewards, labels, alpha: rewards + 1e-3 * labels, "degenerate"),
+        (divergences, "with_tail", lambda logps, tail: logps.log_softmax(-1), "tail_bucket"),
+        (divergences, "tail_logp", lambda logps, ids: torch.full(logps.shape[:-1], -16.0), "tail_bucket"),
     ],
 )
 def test_a_broken_formula_fails_its_claim_and_the_run(claims, monkeypatch, capsys, module, name, broken, experiment):
@@ -87,7 +89,14 @@ def test_an_unknown_experiment_is_refused(claims, capsys):
 
 @pytest.mark.parametrize(
     ("experiment", "numbers"),
-    [("clip", [1, 3]), ("stale", [2]), ("length", [5]), ("clip_higher", [8]), ("diversity", [9, 10])],
+    [
+        ("clip", [1, 3]),
+        ("stale", [2]),
+        ("length", [5]),
+        ("clip_higher", [8]),
+        ("diversity", [9, 10]),
+        ("distillation", [12, 13, 14]),
+    ],
 )
 def test_stochastic_claims_give_finite_numbers(claims, experiment, numbers):
     rows = claims.EXPERIMENTS[experiment](runs=2, steps=2)
@@ -95,7 +104,7 @@ def test_stochastic_claims_give_finite_numbers(claims, experiment, numbers):
     for row in rows:
         assert "nan" not in row.measured and "inf" not in row.measured
         assert re.search(r"\d\.\d+ \(\d+\.\d+-\d+\.\d+\)", row.measured)
-        assert row.holds is None if row.number in (3, 8) else row.holds in (True, False)
+        assert row.holds is None if row.number in (3, 8, 12) else row.holds in (True, False)
 
 
 def test_digits_are_copied_masked_and_scored(claims):
@@ -136,3 +145,46 @@ def test_the_four_averages_agree_where_all_lengths_are_equal(claims):
         for how in ("GRPO", "DAPO per prompt", "token-mean of the batch", "Dr. GRPO")
     ]
     assert found == pytest.approx([values.mean().item()] * 4, abs=1e-6)
+
+
+def test_chains_are_counted_and_expected(claims):
+    """A chain that counts, 0 0 1 2 .. 7 0 1 .., takes 20 steps: 3 of them are 0 1 2, 1 is 0 0 1, and none 1 0 0."""
+    counting = torch.eye(8).roll(1, dims=1).expand(1, 8, 8, 8)
+    random = (2 * torch.randn(1, 8, 8, 8, generator=torch.Generator().manual_seed(0))).softmax(-1)
+    counted, expected = (
+        write(torch.cat([counting, random]))
+        for write in (
+            lambda probs: claims.write_chains(probs, 4000, torch.Generator().manual_seed(0)),
+            claims.expect_chains,
+        )
+    )
+    for chains in (counted, expected):
+        assert chains.sum((1, 2, 3)).tolist() == pytest.approx([1, 1])
+        assert [chains[0, *i].item() for i in ((0, 1, 2), (0, 0, 1), (1, 0, 0))] == pytest.approx([3 / 20, 1 / 20, 0])
+    assert (counted[1] - expected[1]).abs().max() < 2e-3
+
+
+def test_gradients_of_distillation_by_hand(claims):
+    """With respect to the logits after `last`: Q - y of SFT, Q - P of the forward KL, Q (l - E l) of the reverse."""
+    rng = torch.Generator().manual_seed(0)
+    table, teachers = torch.randn(2, 8, 8, generator=rng), claims.trigrams(2)
+    chains = claims.write_chains(teachers.exp(), 32, rng)
+    states, q = chains.sum(-1, keepdim=True), claims.as_trigrams(table).softmax(-1)
+    log_ratio = q.log() - teachers
+    by_hand = {
+        "sft": states * q - chains,
+        0.0: states * (q - teachers.exp()),
+        1.0: states * q * (log_ratio - (q * log_ratio).sum(-1, keepdim=True)),
+        "sampled": chains * log_ratio - (chains * log_ratio).sum(-1, keepdim=True) * q,
+    }
+    for loss, gradient in by_hand.items():
+        found = claims.distillation_gradient(table, teachers, chains, loss)
+        torch.testing.assert_close(found, gradient.sum(1), atol=1e-6, rtol=1e-4)
+
+
+def test_who_writes_the_batches(claims):
+    """One step of SFT on a teacher that counts moves the logits after 1, 3/20 of the tokens, by 2 * 3/20 (y - 1/8)."""
+    teachers = (1e4 * torch.eye(8).roll(1, dims=1)).expand(1, 8, 8, 8).log_softmax(-1)
+    taught, own = (claims.distil(on_policy, "sft", teachers, steps=1)[0, 1] for on_policy in (0.0, 1.0))
+    assert taught.tolist() == pytest.approx([0.2625 if y == 2 else -0.0375 for y in range(8)])
+    assert own.abs().max() < 0.05  # from uniform it writes all tokens alike

@@ -179,6 +179,8 @@ def install(model: nn.Module) -> Support:
         What the model supports. Nothing is assumed from its name: two short sequences are computed packed and alone.
     """
     decoder = model.get_decoder()
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        return Support("its layers are spread over several devices")
     kinds = set(getattr(decoder.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if not getattr(decoder, "_supports_attention_backend", False) or not decoder._can_set_attn_implementation():
         return Support("its attention does not go through the attention interface of transformers")

@@ -12,8 +12,9 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -205,21 +206,22 @@ def load(folder: Path, optimizer: AdamW, cfg: Any) -> tuple[int, int]:
     Args:
         folder: a complete checkpoint.
         optimizer: its state is replaced, and with it the weights, by the fp32 masters.
-        cfg: the present Config; what differs from the saved one is printed, and holds, except for policy_model.
+        cfg: the present Config; what differs from the saved one is printed, and holds, except for the model.
 
     Returns:
         Steps done, and prompts taken from the data.
 
     Raises:
-        ValueError: the checkpoint is of another policy_model, or its optimizer state does not fit.
+        ValueError: the checkpoint is of another model, or its optimizer state does not fit.
     """
     state = json.loads((folder / STATE).read_text())
-    was, now = state["config"].get("policy_model"), getattr(cfg, "policy_model", None)
-    if was != now:
-        raise ValueError(
-            f"policy_model = {now!r}: {folder} was trained from {was!r}; give another out_dir, or set policy_model "
-            "back (to go on from a checkpoint with other settings, name its folder as policy_model)"
-        )
+    for name in ("policy_model", "student_model"):
+        was, now = state["config"].get(name), getattr(cfg, name, None)
+        if was != now:
+            raise ValueError(
+                f"{name} = {now!r}: {folder} was trained from {was!r}; give another out_dir, or set {name} back (to go "
+                f"on from a checkpoint with other settings, name its folder as {name})"
+            )
     optimizer.load_state_dict(load_file(folder / "optimizer.safetensors"))
     prefix = f"rank{distributed.rank()}/"
     with safe_open(folder / "rng.safetensors", "pt") as file:
@@ -304,6 +306,25 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def save_on_outage(save: Callable[[], None]) -> Iterator[None]:
+    """Saves and ends the run when a service that it needs stays away; all ranks come here together.
+
+    Args:
+        save: saves what was done before the step that could not be taken.
+
+    Raises:
+        SystemExit: after an outage, with OUTAGE_EXIT_CODE.
+    """
+    try:
+        yield
+    except distributed.OutageError as outage:
+        save()
+        distributed.print_main(f"{outage}\nsaved; the same command goes on from here", file=sys.stderr)
+        distributed.shutdown(distributed.OUTAGE_EXIT_CODE)
+        raise SystemExit(distributed.OUTAGE_EXIT_CODE) from outage
 
 
 @contextmanager

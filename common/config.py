@@ -82,7 +82,7 @@ def one_of(cfg: Any, **choices: Sequence[str]) -> None:
 
 
 def check(cfg: Any) -> None:
-    """Requires what must hold for the fields that all reinforcement learning scripts share.
+    """Requires what must hold for the fields that all scripts share.
 
     Args:
         cfg: a Config.
@@ -92,12 +92,10 @@ def check(cfg: Any) -> None:
     """
     from common import models, sampling
 
-    at_least(cfg, 2, "group_size")  # a group of one has no baseline
-    at_least(cfg, 1, "steps", "batch_size", "num_minibatches", "micro_batch_tokens", "max_new_tokens")
+    at_least(cfg, 1, "steps", "batch_size", "group_size", "num_minibatches", "micro_batch_tokens", "max_new_tokens")
     at_least(cfg, 1, "max_prompt_tokens", "save_every", "keep_checkpoints", "eval_examples")
-    at_least(cfg, 0, "min_new_tokens", "overlong_cache", "dynamic_sampling", "rollout_batch", "learning_rate")
-    at_least(cfg, 0, "warmup_steps", "weight_decay", "kl_coef", "reference_refresh", "eval_every", "sample_every")
-    at_least(cfg, 0, "profile")
+    at_least(cfg, 0, "min_new_tokens", "rollout_batch", "learning_rate", "warmup_steps", "weight_decay")
+    at_least(cfg, 0, "eval_every", "sample_every", "profile")
     above_zero(cfg, "temperature")
     require(cfg.max_grad_norm > 0, f"max_grad_norm = {cfg.max_grad_norm}", "must be above 0", "inf: no clipping")
     one_of(cfg, truncated=("keep", "mask"), dtype=("auto", *models.DTYPES), device=("auto", "cuda", "cpu"))
@@ -109,21 +107,48 @@ def check(cfg: Any) -> None:
         f"must be at most the {rows} completions of a step",
         "lower it, or raise batch_size",
     )
-    for name in ("min_new_tokens", "overlong_cache"):
-        value, limit = getattr(cfg, name), cfg.max_new_tokens
-        require(value <= limit, f"{name} = {value}", f"must be at most max_new_tokens = {limit}", "lower it")
-    require(
-        cfg.kl_coef > 0 or not cfg.reference_refresh,
-        f"reference_refresh = {cfg.reference_refresh}",
-        "there is no reference while kl_coef is 0",
-        "set kl_coef, or leave this at 0",
-    )
+    no_longer_than_completions(cfg, "min_new_tokens")
     require(
         not cfg.eval_data or (cfg.train_data == "toy") == (cfg.eval_data == "toy"),
         f"train_data = {cfg.train_data!r}, eval_data = {cfg.eval_data!r}",
         "one is the built-in task, one is not",
         "set eval_data to held-out rows of the same task, or to ''",
     )
+
+
+def check_rl(cfg: Any) -> None:
+    """Requires what must hold for the fields that the reinforcement learning scripts share, those of `check` too.
+
+    Args:
+        cfg: a Config.
+
+    Raises:
+        ValueError: a rule is broken.
+    """
+    check(cfg)
+    at_least(cfg, 2, "group_size")  # a group of one has no baseline
+    at_least(cfg, 0, "overlong_cache", "dynamic_sampling", "kl_coef", "reference_refresh")
+    no_longer_than_completions(cfg, "overlong_cache")
+    require(
+        cfg.kl_coef > 0 or not cfg.reference_refresh,
+        f"reference_refresh = {cfg.reference_refresh}",
+        "there is no reference while kl_coef is 0",
+        "set kl_coef, or leave this at 0",
+    )
+
+
+def no_longer_than_completions(cfg: Any, name: str) -> None:
+    """Requires a number of tokens to be at most `max_new_tokens`.
+
+    Args:
+        cfg: a Config.
+        name: of its field.
+
+    Raises:
+        ValueError: it is larger.
+    """
+    value, limit = getattr(cfg, name), cfg.max_new_tokens
+    require(value <= limit, f"{name} = {value}", f"must be at most max_new_tokens = {limit}", "lower it")
 
 
 def comments(cls: type) -> dict[str, str]:

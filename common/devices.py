@@ -69,13 +69,77 @@ def layout(policy: tuple[int, ...], reference: int, reward: int, device: str = "
     return Layout(tuple(cuda[i] for i in policy), cuda[reference], cuda[reward])
 
 
-def layout_of_rank(reference: int | None, reward: int | None, device: str = "auto") -> Layout:
+@dataclasses.dataclass(frozen=True)
+class DistillationLayout:
+    """Where each role of a distillation lives, by the ids that the process sees."""
+
+    student: tuple[torch.device, ...]  # the first also holds gradients and optimizer
+    rollout: tuple[torch.device, ...] | None  # None: the student's, whose weights are then the ones sampled from
+    teacher: tuple[torch.device, ...]  # its layers are spread over them
+
+    @property
+    def all(self) -> list[torch.device]:
+        """Every device once, in the order of the roles."""
+        return list(dict.fromkeys([*self.student, *(self.rollout or ()), *self.teacher]))
+
+
+def distillation_layout(
+    student: tuple[int, ...], rollout: tuple[int, ...] | None, teacher: tuple[int, ...], device: str = "auto"
+) -> DistillationLayout:
+    """Checks the GPU ids of a distillation script and turns them into devices.
+
+    Args:
+        student: GPU ids of the student's replicas.
+        rollout: GPU ids of the copies that sample; None: the student's GPUs sample.
+        teacher: GPU ids that the teacher is spread over; empty: it is elsewhere.
+        device: as in `layout`.
+
+    Raises:
+        ValueError: as in `layout`; or a GPU that is to train and to hold a copy that samples.
+    """
+    if device not in ("auto", "cuda", "cpu"):
+        raise ValueError(f"device = {device!r}: must be auto, cuda or cpu")
+    roles = {"STUDENT_GPU_IDS": student, "ROLLOUT_GPU_IDS": rollout, "TEACHER_GPU_IDS": teacher}
+    given = ", ".join(f"{name} = {ids}" for name, ids in roles.items())
+    lists = [ids for ids in roles.values() if ids is not None]
+    ids = sorted({i for ids in lists for i in ids})
+    twice = any(len(set(ids)) < len(ids) for ids in lists) or set(student) & set(rollout or ())
+    if not student or rollout == () or twice or any(not isinstance(i, int) or i < 0 for i in ids):
+        raise ValueError(
+            f"{given}: must be GPU numbers from 0, at least one for the student, none twice in a role, and none both "
+            "for the student and for rollouts (ROLLOUT_GPU_IDS = None samples on the student's GPUs); edit these lines "
+            "at the top of the script"
+        )
+    found = torch.cuda.device_count()
+    if device == "cpu" or (device == "auto" and found == 0):
+        if device == "auto":
+            print_main("no GPU visible: running on the CPU")
+        cpu = (torch.device("cpu"),)
+        return DistillationLayout(cpu, rollout and cpu, cpu)
+    if found <= ids[-1]:
+        last = max(0, found - 1)
+        raise ValueError(
+            f"this layout needs {ids[-1] + 1} GPUs (ids {ids}), {found} visible. Edit the lines at the top of the "
+            f"script, for {max(1, found)} GPU(s) to\n    STUDENT_GPU_IDS = {tuple(range(max(1, last)))}\n"
+            f"    ROLLOUT_GPU_IDS = None\n    TEACHER_GPU_IDS = {(last,)}\nor pass --device cpu to run without GPUs"
+        )
+    student, rollout, teacher = (ids and tuple(torch.device("cuda", i) for i in ids) for ids in roles.values())
+    return DistillationLayout(student, rollout, teacher)
+
+
+def layout_of_rank(
+    reference: int | None,
+    reward: int | None,
+    device: str = "auto",
+    constants: str = "REFERENCE_GPU_ID and REWARD_GPU_ID",
+) -> Layout:
     """The layout of one process of a torchrun: its policy is on the GPU of its local rank.
 
     Args:
         reference: GPU id of the frozen reference, one copy per process there; None: the process's own GPU.
         reward: GPU id of the reward model, likewise.
         device: as in `layout`.
+        constants: how the script names the first two, for the message.
 
     Raises:
         ValueError: as in `layout`; the number of processes per machine counts as the number of policy GPUs.
@@ -87,11 +151,25 @@ def layout_of_rank(reference: int | None, reward: int | None, device: str = "aut
     if min(own) >= 0 and found < needed and (device == "cuda" or (device == "auto" and found)):
         raise ValueError(
             f"{processes} process(es) on this machine and GPU ids {sorted({*range(processes), *own})} need {needed} "
-            f"GPUs, {found} visible: lower torchrun --nproc_per_node, set REFERENCE_GPU_ID and REWARD_GPU_ID to None, "
-            "or pass --device cpu"
+            f"GPUs, {found} visible: lower torchrun --nproc_per_node, set {constants} to None, or pass "
+            "--device cpu"
         )
     gpus = layout(tuple(range(processes)), *own, device)
     return gpus if gpus.policy[0].type == "cpu" else dataclasses.replace(gpus, policy=(gpus.policy[local_rank],))
+
+
+def distillation_layout_of_rank(teacher: int | None, device: str = "auto") -> DistillationLayout:
+    """The layout of one process of a torchrun: its student is on the GPU of its local rank.
+
+    Args:
+        teacher: GPU id of the teacher, one copy per process there; None: the process's own GPU.
+        device: as in `layout`.
+
+    Raises:
+        ValueError: as in `layout_of_rank`.
+    """
+    gpus = layout_of_rank(teacher, None, device, "TEACHER_GPU_ID")
+    return DistillationLayout(gpus.policy, None, (gpus.reference,))
 
 
 def role(name: str, ids: tuple[int, ...] | None, home: torch.device) -> list[torch.device]:

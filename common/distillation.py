@@ -55,7 +55,9 @@ class Divergences(LogProbs):
     This is the module that DistributedDataParallel and DataParallel wrap.
     """
 
-    def __init__(self, model: nn.Module, temperature: float, compile: bool, beta: float, shared: int):
+    def __init__(
+        self, model: nn.Module, temperature: float, compile: bool, beta: float, shared: int, head: "Head | None"
+    ):
         """Wraps a student.
 
         Args:
@@ -64,13 +66,14 @@ class Divergences(LogProbs):
             compile: as in `LogProbs`.
             beta: of the generalized JSD, see common/divergences.py.
             shared: number of the first token ids that both vocabularies have; all others are left out on both sides.
+            head: the teacher's output head; None for a teacher that sends its top k.
 
         Raises:
             ValueError: beta or temperature out of range.
         """
         divergences.check(beta, temperature)
         super().__init__(model, temperature, compile)
-        self.beta, self.shared = beta, shared
+        self.beta, self.shared, self.head = beta, shared, head
 
     def forward(
         self,
@@ -80,7 +83,6 @@ class Divergences(LogProbs):
         completion_mask: torch.Tensor,
         weights: torch.Tensor,
         *said: torch.Tensor,
-        head: "Head | None" = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Weighted sum of the divergences, and what there is to report.
 
@@ -92,7 +94,6 @@ class Divergences(LogProbs):
             weights: [m, C] fp32, of each token in the loss: 1 / trained tokens, or 0.
             *said: the teacher's last hidden states [m, C, Ht]; or its top k: ids [m, C, K], their log-probabilities
                 [m, C, K], log of the mass of all others [m, C], log-probabilities of the completion's tokens [m, C].
-            head: the teacher's output head, for hidden states.
 
         Returns:
             The loss [1] fp32, and [m, C, 6] fp32 without gradient: VALUES, 0 where masked.
@@ -100,8 +101,8 @@ class Divergences(LogProbs):
         hidden_NH, place = self.states(prompt_ids, prompt_mask, completion_ids, completion_mask)
         output, device = self.model.get_output_embeddings(), hidden_NH.device
         of_tokens = [x[place] for x in said]
-        if head is not None:
-            target = Full(head.on(device), self.shared, self.beta, self.temperature, self.compiled)
+        if self.head is not None:
+            target = Full(self.head.on(device), self.shared, self.beta, self.temperature, self.compiled)
         else:
             target = TopK(self.beta, self.temperature, self.compiled)
         loss, values_6N = _Divergence.apply(

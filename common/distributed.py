@@ -100,12 +100,15 @@ def together(phase: str) -> Iterator[None]:
         raise kind(f"rank {number} failed in phase '{phase}': {text}")
 
 
-def shutdown() -> None:
-    """Ends the process group, and with gloo the whole process: to be called last, at the end of a run that went well.
+def shutdown(code: int = 0) -> None:
+    """Ends the process group, and with gloo the whole process: to be called last, when all ranks have done their work.
 
     Gloo's threads let go of Python objects whenever they get to it. One that does so while the interpreter shuts down
     aborts the process; and the destructor of the group waits for a thread that may wait for Python's lock. So with gloo
-    nothing is shut down: what was printed is flushed, and the process exits with 0.
+    nothing is shut down: what was printed is flushed, and the process exits.
+
+    Args:
+        code: exit code of the process, with gloo.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
@@ -115,4 +118,4 @@ def shutdown() -> None:
     dist.barrier()  # rank 0 may hold what the others meet at
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)

@@ -74,8 +74,9 @@ def topk_divergence(
         ValueError: beta or temperature out of range.
     """
     check(beta, temperature)
-    logq = log_softmax(student_logits, temperature).gather(-1, teacher_ids)
-    logp_A, logq_A = with_tail(teacher_logps, teacher_tail_logp), with_tail(logq, tail_logp(logq))
+    logq = log_softmax(student_logits, temperature)
+    logp_A = with_tail(teacher_logps, teacher_tail_logp)
+    logq_A = with_tail(logq.gather(-1, teacher_ids), tail_logp(logq, teacher_ids))
     return terms(logp_A.detach(), logq_A, beta)[0]
 
 
@@ -108,16 +109,17 @@ def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return (logits.float() / temperature).log_softmax(-1).clamp(min=LOWEST)
 
 
-def tail_logp(logps: torch.Tensor) -> torch.Tensor:
-    """Log of the mass that the top k leave.
+def tail_logp(logps: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Log of the mass outside some tokens: their sum, where 1 minus the rest would be rounding when it is small.
 
     Args:
-        logps: [..., K] of the top k.
+        logps: [..., V].
+        ids: [..., K] int64, the tokens left out.
 
     Returns:
         [...] at least log(SMALLEST_TAIL).
     """
-    return (-(logps.logsumexp(-1).clamp(max=-SMALLEST_TAIL).exp())).log1p()
+    return logps.scatter(-1, ids, -math.inf).exp().sum(-1).clamp(min=SMALLEST_TAIL).log()
 
 
 def with_tail(logps: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
@@ -216,7 +218,7 @@ def topk(
     """
     logq_nV = log_softmax(student_logits, temperature)
     logq_nK = logq_nV.gather(-1, teacher_ids)
-    logp_nA, logq_nA = with_tail(teacher_logps, teacher_tail_logp), with_tail(logq_nK, tail_logp(logq_nK))
+    logp_nA, logq_nA = with_tail(teacher_logps, teacher_tail_logp), with_tail(logq_nK, tail_logp(logq_nV, teacher_ids))
     divergence_n, f_nA = terms(logp_nA, logq_nA, beta)
     kls = terms(logp_nA, logq_nA, 0.0)[0], terms(logp_nA, logq_nA, 1.0)[0]
     q_nV = logq_nV.exp()

@@ -80,7 +80,7 @@ def _decode(
     # transformers 5.24 renamed the argument, and 5.40 will drop the old name
     name = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
     cached = {name: cache, "use_cache": True}
-    weight = wide_weight(model)
+    weight, head_device = wide_weight(model), model.get_output_embeddings().weight.device  # a model may be spread
     check_every = CHECK_EVERY if device.type == "cuda" else 1
 
     with eval_mode(model), merged_adapters(model):
@@ -99,7 +99,7 @@ def _decode(
         ended = torch.zeros(B, dtype=torch.bool, device=device)
         healthy = hidden.isfinite().all()
         for t in range(T):
-            logits = vocabulary_logits(model, hidden, weight)
+            logits = vocabulary_logits(model, hidden.to(head_device), weight).to(device)
             logits = sampling.distribution(logits, how, t, end, suppressed)
             tokens, logps = sampling.draw(logits, uniforms[rows, t], greedy=how.temperature == 0)
             tokens_BT[rows, t] = torch.where(ended, -1, tokens)

@@ -203,7 +203,8 @@ def check_head(model: nn.Module) -> None:
     was_training = model.training
     model.eval()
     own = model(input_ids=ids, use_cache=False).logits[0].float()
-    ours = vocabulary_logits(model, model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0])
+    hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]
+    ours = vocabulary_logits(model, hidden.to(model.get_output_embeddings().weight.device)).to(own.device)
     model.train(was_training)
     error, size = (own - ours).abs().max().item(), own.abs().max().item()
     if not error <= 0.02 * size + 1e-4:  # the own logits may be bf16; NaN fails

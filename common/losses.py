@@ -228,6 +228,26 @@ def aggregate(values: torch.Tensor, mask: torch.Tensor, mode: str, denominator: 
     raise ValueError(f"aggregation mode {mode!r}: must be one of seq_mean, token_mean, constant")
 
 
+def weights(mask: torch.Tensor, mode: str, denominator: float) -> torch.Tensor:
+    """What every token's value counts in `aggregate`, for a loss that has to know it beforehand.
+
+    Args:
+        mask: [B, C], the tokens that count.
+        mode: "seq_mean" or "token_mean".
+        denominator: as in `aggregate`.
+
+    Returns:
+        [B, C] fp32.
+
+    Raises:
+        ValueError: another mode.
+    """
+    if mode not in ("seq_mean", "token_mean"):
+        raise ValueError(f"aggregation mode {mode!r}: must be one of seq_mean, token_mean")
+    lengths = mask.sum(1, keepdim=True).clamp(min=1) if mode == "seq_mean" else 1.0
+    return mask.float() / (lengths * denominator)
+
+
 def _align(advantages: torch.Tensor, ratio: torch.Tensor) -> torch.Tensor:
     """Advantages [B] as [B, 1] beside token ratios [B, C]."""
     return advantages[:, None] if advantages.dim() < ratio.dim() else advantages

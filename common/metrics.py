@@ -20,7 +20,8 @@ from common.data import Example
 from common.rollout import RolloutBatch
 
 NUM_SAMPLES = 4  # prompts shown at a time in samples.jsonl
-IN_BAR = {"reward": "reward", "len": "completion_length", "clip": "clip_fraction", "tok/s": "tokens_per_second"}
+IN_BAR = {"reward": "reward", "len": "completion_length", "clip": "clip_fraction", "div": "divergence",
+          "tok/s": "tokens_per_second"}  # fmt: skip
 
 
 class Log:
@@ -64,8 +65,33 @@ class Log:
                 self._sums[name] = self._sums.get(name, 0.0) + value * weight
                 self._weights[name] = self._weights.get(name, 0.0) + weight
 
+    def add_batch(self, batch: RolloutBatch) -> None:
+        """Adds the lengths of a batch; a collective.
+
+        Args:
+            batch: completions.
+        """
+        lengths = batch.lengths.float().cpu()
+        self.add(len(lengths), completion_length=lengths.mean().item(), truncated=batch.truncated.float().mean().item())
+        self.add(len(lengths), completion_length_max=lengths.max().item())
+        self._tokens = distributed.sum_over_ranks(lengths.sum().item())
+
+    def add_rewards(self, rewards: torch.Tensor, by_function: dict[str, torch.Tensor]) -> None:
+        """Adds mean rewards.
+
+        Args:
+            rewards: [...] fp32, NaN for unscored completions.
+            by_function: [B] rewards of each reward function by name, unweighted.
+        """
+        scored = ~rewards.isnan()
+        self.add(scored.sum().item(), reward=rewards.nansum().item() / max(1, scored.sum().item()))
+        self.add(rewards.numel(), unscored=1 - scored.float().mean().item())
+        for name, values in by_function.items():
+            known = values[~values.isnan()]
+            self.add(len(known), **{f"reward_{name}": known.mean().item() if len(known) else 0.0})
+
     def add_rollout(self, batch: RolloutBatch, rewards: torch.Tensor, by_function: dict[str, torch.Tensor]) -> None:
-        """Adds what is known after scoring.
+        """Adds what is known after scoring groups of completions; a collective.
 
         Args:
             batch: the rollout.
@@ -73,30 +99,26 @@ class Log:
             by_function: [B] rewards of each reward function by name, unweighted.
         """
         rewards, scored = rewards.cpu(), ~rewards.cpu().isnan()
+        self.add_rewards(rewards, by_function)
         filled = torch.where(scored, rewards, 0.0)
         mean = filled.sum(1) / scored.sum(1).clamp(min=1)
         spread = torch.where(scored, rewards - mean[:, None], 0.0).square().sum(1) / (scored.sum(1) - 1).clamp(min=1)
         equal = advantages.equal_groups(rewards).float()
-        self.add(scored.sum().item(), reward=filled.sum().item() / max(1, scored.sum().item()))
         self.add(len(rewards), reward_std=spread.sqrt().mean().item(), zero_std=equal.mean().item())
-        for name, values in by_function.items():
-            known = values[~values.isnan()]
-            self.add(len(known), **{f"reward_{name}": known.mean().item() if len(known) else 0.0})
+        self.add_batch(batch)
         lengths = batch.lengths.float().cpu()
-        self.add(len(lengths), completion_length=lengths.mean().item(), truncated=batch.truncated.float().mean().item())
-        self.add(len(lengths), unscored=1 - scored.float().mean().item(), completion_length_max=lengths.max().item())
         for name, rows in (("above", rewards > mean[:, None]), ("below", rewards < mean[:, None])):
             picked = lengths[(rows & (equal == 0)[:, None]).flatten()]  # the mean of equal rewards may be rounded
             self.add(len(picked), **{f"completion_length_{name}": picked.mean().item() if len(picked) else 0.0})
-        self._tokens = distributed.sum_over_ranks(lengths.sum().item())
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
-        """Adds the duration of the block to `seconds_<phase>`."""
-        began = time.perf_counter()
+        """Adds the duration of the block to `seconds_<phase>`; several blocks of a step add up."""
+        began, name = time.perf_counter(), f"seconds_{phase}"
         yield
         devices.synchronize(self.gpus)
-        self.add(**{f"seconds_{phase}": time.perf_counter() - began})
+        self._sums[name] = self._sums.get(name, 0.0) + time.perf_counter() - began
+        self._weights[name] = 1.0
 
     @contextmanager
     def time_save(self, step: int) -> Iterator[None]:

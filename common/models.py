@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,10 +28,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def find(name: str) -> str:
-    """Where a model comes from: "toy" is built here, an existing folder is itself, anything else is a hub id.
+    """Where a model comes from: "toy" and "toy-teacher" are built here, a folder is itself, anything else is a hub id.
 
     Args:
-        name: "toy", a folder, or a hub id such as "Qwen/Qwen2.5-0.5B-Instruct".
+        name: "toy", "toy-teacher", a folder, or a hub id such as "Qwen/Qwen2.5-0.5B-Instruct".
 
     Returns:
         What transformers' from_pretrained takes.
@@ -38,10 +39,10 @@ def find(name: str) -> str:
     Raises:
         ValueError: it looks like a path, and nothing is there.
     """
-    if name == "toy":
+    if name in ("toy", "toy-teacher"):
         from common import toy
 
-        return str(toy.folder())
+        return str(toy.folder(name))
     looks_like_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
     folder = Path(name).expanduser()
     if looks_like_path and not folder.is_dir():
@@ -102,6 +103,25 @@ def load_frozen(name: str, device: torch.device, dtype: str) -> PreTrainedModel:
         dtype: see `pick_dtype`.
     """
     return _load(name, device, dtype).eval().requires_grad_(False)
+
+
+def load_spread(name: str, devices: list[torch.device], dtype: str) -> PreTrainedModel:
+    """Loads a frozen model over several GPUs, some of its layers on each, one GPU at work at a time.
+
+    Args:
+        name: see `find`.
+        devices: GPUs, which share the weights about equally; one device: as `load_frozen`.
+        dtype: see `pick_dtype`.
+
+    Raises:
+        ValueError: as `load_policy`.
+    """
+    if len(devices) == 1:
+        return load_frozen(name, devices[0], dtype)
+    room = {device.index: torch.cuda.mem_get_info(device)[0] for device in devices}
+    model = _read(name, pick_dtype(dtype, devices[0]), device_map="balanced", max_memory=room)
+    logprobs.check_head(model)
+    return model.eval().requires_grad_(False)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -243,35 +263,43 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
             layer.merged_adapters.clear()
 
 
-def warn_learning_rate(learning_rate: float, model: nn.Module) -> None:
+def warn_learning_rate(
+    learning_rate: float, model: nn.Module, most: float = 2e-5, usual: str = "by RL: 5e-6 (up to 0.5 B) to 1e-6 (7 B)"
+) -> None:
     """Says so when the learning rate is far above what a policy of this size bears; the built-in one bears more.
 
     Args:
         learning_rate: as configured.
         model: the policy.
+        most: what is still possible.
+        usual: what is usual, for the message.
     """
     millions = sum(p.numel() for p in model.parameters()) / 1e6
-    if millions > 50 and learning_rate > 2e-5:
+    if millions > 50 and learning_rate > most:
         print_main(
-            f"warning: learning_rate = {learning_rate:g} for a policy of {millions:.0f} M parameters; full fine-tuning "
-            "by RL usually takes 5e-6 (up to 0.5 B) to 1e-6 (7 B)"
+            f"warning: learning_rate = {learning_rate:g} for a policy of {millions:.0f} M parameters; usual for full "
+            f"fine-tuning {usual}"
         )
 
 
 def _load(name: str, device: torch.device, dtype: str) -> PreTrainedModel:
-    source = find(name)
-    torch_dtype = pick_dtype(dtype, device)
-    # rotary positions are an fp32 product, of which TF32 would keep 11 bits: positions above 2,048 would be rounded
-    torch.set_float32_matmul_precision("highest")
-    try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{_not_found(name)} ({error})") from error
-    _switch_dropout_off(model)
-    model = model.to(device)
+    model = _read(name, pick_dtype(dtype, device)).to(device)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and model.num_parameters() < SMALL:
         torch.set_num_threads(1)
     logprobs.check_head(model)
+    return model
+
+
+def _read(name: str, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    """The model, dropout off; in CPU memory, or where the options of from_pretrained say."""
+    source = find(name)
+    # rotary positions are an fp32 product, of which TF32 would keep 11 bits: positions above 2,048 would be rounded
+    torch.set_float32_matmul_precision("highest")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=False, **options)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{_not_found(name)} ({error})") from error
+    _switch_dropout_off(model)
     return model
 
 
@@ -287,6 +315,6 @@ def _switch_dropout_off(model: nn.Module) -> None:
 
 def _not_found(name: str) -> str:
     return (
-        f"model {name!r} is neither 'toy', nor a folder with config.json, weights and tokenizer, nor a model that "
-        "could be downloaded: check the name and the network, or download it elsewhere and give the folder"
+        f"model {name!r} is neither 'toy' or 'toy-teacher', nor a folder with config.json, weights and tokenizer, nor "
+        "a model that could be downloaded: check the name and the network, or download it elsewhere and give the folder"
     )

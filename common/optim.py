@@ -142,13 +142,17 @@ class AdamW:
             )
 
     @torch.no_grad()
-    def offload(self) -> None:
-        """Moves masters and Adam state to CPU memory, pinned if they are on a GPU; fp32 parameters stay."""
+    def offload(self) -> float:
+        """Moves masters and Adam state to CPU memory, pinned if they are on a GPU; fp32 parameters stay.
+
+        Returns:
+            GiB moved.
+        """
         if self.offloaded:
-            return
+            return 0.0
         slots = self._slots()
         if self._host is None:
-            self._host = _host_memory(sum(tensors[i].numel() for tensors, i in slots), self._device)
+            self._host = host_memory(sum(tensors[i].numel() for tensors, i in slots), self._device)
         start = 0
         for tensors, i in slots:
             host = self._host.as_strided(tensors[i].shape, tensors[i].stride(), start)
@@ -157,6 +161,7 @@ class AdamW:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # from here on the CPU may read the copies
         self.offloaded = True
+        return self._host.nbytes / 2**30
 
     @torch.no_grad()
     def onload(self) -> None:
@@ -234,10 +239,16 @@ def _fp32_grads(params: list[torch.Tensor], masters: list[torch.Tensor]) -> list
     return grads
 
 
-def _host_memory(elements: int, device: torch.device) -> torch.Tensor:
-    """A block of fp32 CPU memory for copies; pinned, and thus fast, where the device is a GPU."""
-    block = torch.empty(elements)
-    if device.type == "cuda":
+def host_memory(elements: int, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A block of CPU memory for copies; pinned, and thus fast, where the device is a GPU.
+
+    Args:
+        elements: of the block.
+        device: what it is copied from.
+        dtype: of the elements.
+    """
+    block = torch.empty(elements, dtype=dtype)
+    if device.type == "cuda" and elements:
         # pin_memory=True would round up to a power of two: 2.0 GiB became 4.0
         cudart = torch.cuda.cudart()
         torch.cuda.check_error(cudart.cudaHostRegister(block.data_ptr(), block.nbytes, 0))

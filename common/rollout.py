@@ -23,7 +23,7 @@ from common.distributed import print_main
 from common.engine import Engine
 from common.sampling import Sampling
 
-PROMPT = ("prompt_ids", "prompt_mask")  # fields with a column per prompt token; all others have one per completion token
+PROMPT = ("prompt_ids", "prompt_mask")  # fields with a column per prompt token; others have one per completion token
 
 
 @dataclasses.dataclass
@@ -106,6 +106,16 @@ class RolloutBatch:
         """
         self.trained = self.trained & ~rows
         self.completion_mask = self.completion_mask & self.trained.to(self.completion_mask.device)[:, None]
+
+    def to(self, device: torch.device) -> "RolloutBatch":
+        """The batch with what lies on a GPU on another device; what the host needs to know stays on the CPU.
+
+        Args:
+            device: of the model that is trained.
+        """
+        on_host = ("prompt_lengths", "lengths", "truncated", "trained", "rows")
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return RolloutBatch(**{k: v if v is None or k in on_host else v.to(device) for k, v in fields.items()})
 
     def select(self, rows: torch.Tensor) -> "RolloutBatch":
         """The batch of these rows, columns of pure padding cut off.
@@ -287,31 +297,53 @@ class Sampler:
         parts = _in_turn(decoders)
         home = self.replicas[0].device
         tokens_BC, logps_BC = (torch.cat([part[k].to(home) for part in parts]) for k in range(2))
-        return self._batch(prompts, group_size, tokens_BC, logps_BC)
+        return assemble(prompts, group_size, tokens_BC, logps_BC, self.pad_id, self.end_ids)
 
-    def _batch(self, prompts, group_size: int, tokens_BC: torch.Tensor, logps_BC: torch.Tensor) -> RolloutBatch:
-        """Puts tokens, -1 after the end, and prompts together."""
-        home = tokens_BC.device
-        sampled_BC = tokens_BC >= 0
-        lengths = sampled_BC.sum(1).cpu()
-        last_B = tokens_BC.gather(1, (lengths - 1).to(home)[:, None]).squeeze(1)
-        width = int(lengths.max())
-        prompt_lengths = torch.tensor([len(ids) for ids in prompts])
-        prompt_ids = pad_sequence([torch.tensor(ids) for ids in prompts], True, self.pad_id, padding_side="left")
-        prompt_mask = torch.arange(prompt_ids.shape[1]) >= prompt_ids.shape[1] - prompt_lengths[:, None]
-        return RolloutBatch(
-            prompt_ids=prompt_ids.repeat_interleave(group_size, 0).to(home),
-            prompt_mask=prompt_mask.repeat_interleave(group_size, 0).to(home),
-            completion_ids=torch.where(sampled_BC, tokens_BC, self.pad_id)[:, :width],
-            sampled_mask=sampled_BC[:, :width],
-            completion_mask=sampled_BC[:, :width],
-            rollout_logps=logps_BC[:, :width],
-            prompt_lengths=prompt_lengths.repeat_interleave(group_size),
-            lengths=lengths,
-            truncated=~torch.isin(last_B.cpu(), torch.tensor(self.end_ids)),
-            trained=torch.ones(len(lengths), dtype=torch.bool),
-            rows=torch.arange(len(lengths)),
-        )
+    def release(self) -> None:
+        """Frees the caches of all replicas until the next rollout, which then takes longer to begin."""
+        for engine in filter(None, self.engines):
+            engine.release()
+
+
+def assemble(
+    prompts: Sequence[list[int]],
+    group_size: int,
+    tokens_BC: torch.Tensor,
+    logps_BC: torch.Tensor,
+    pad_id: int,
+    end_ids: Sequence[int],
+) -> RolloutBatch:
+    """Puts prompts and completions together, from wherever those are.
+
+    Args:
+        prompts: token ids of P prompts.
+        group_size: completions per prompt.
+        tokens_BC: [B, C] int64, -1 after the end of each completion; none is empty.
+        logps_BC: [B, C] fp32, as they were sampled, 0 after the end.
+        pad_id: what stands where there is no token.
+        end_ids: every token that ends a completion.
+    """
+    home = tokens_BC.device
+    sampled_BC = tokens_BC >= 0
+    lengths = sampled_BC.sum(1).cpu()
+    last_B = tokens_BC.gather(1, (lengths - 1).to(home)[:, None]).squeeze(1)
+    width = int(lengths.max())
+    prompt_lengths = torch.tensor([len(ids) for ids in prompts])
+    prompt_ids = pad_sequence([torch.tensor(ids) for ids in prompts], True, pad_id, padding_side="left")
+    prompt_mask = torch.arange(prompt_ids.shape[1]) >= prompt_ids.shape[1] - prompt_lengths[:, None]
+    return RolloutBatch(
+        prompt_ids=prompt_ids.repeat_interleave(group_size, 0).to(home),
+        prompt_mask=prompt_mask.repeat_interleave(group_size, 0).to(home),
+        completion_ids=torch.where(sampled_BC, tokens_BC, pad_id)[:, :width],
+        sampled_mask=sampled_BC[:, :width],
+        completion_mask=sampled_BC[:, :width],
+        rollout_logps=logps_BC[:, :width],
+        prompt_lengths=prompt_lengths.repeat_interleave(group_size),
+        lengths=lengths,
+        truncated=~torch.isin(last_B.cpu(), torch.tensor(list(end_ids))),
+        trained=torch.ones(len(lengths), dtype=torch.bool),
+        rows=torch.arange(len(lengths)),
+    )
 
 
 def _in_turn(decoders: list[Generator[None, None, Any]]) -> list[Any]:

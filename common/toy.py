@@ -4,6 +4,8 @@ Task: the prompt "sort 7 3 1 9 4" has the answer "13479", one number that a rewa
 Policy: an ordinary transformers folder of 1.0 M parameters. Its warm start imitates demonstrations of which 7 in 16
 sort upwards and 9 in 16 downwards, so that sampled at temperature 1 it is right about 3 times in 10. Only the reward
 says which direction is wanted: RL has to turn the policy round and then to make it precise.
+Teacher: a larger one for distillation, 1.7 M parameters. It has seen upward demonstrations only, and is right 98 times
+in 100.
 """
 
 import hashlib
@@ -31,9 +33,9 @@ CHAT_TEMPLATE = (
 )
 
 SEED = 1
-WARM_START_STEPS = 150
-ASCENDING, DESCENDING = 7, 9  # demonstrations of each kind in one warm-start batch
-LEARNING_RATE = 1e-3  # peak: 10 steps up, level, then linearly to 0 over the second half
+STEPS = {"toy": 150, "toy-teacher": 150}
+# hidden and intermediate size, peak learning rate, demonstrations upwards and downwards in one batch
+RECIPES = {"toy": (192, 640, 1e-3, 7, 9), "toy-teacher": (256, 768, 2e-3, 16, 0)}
 MAX_GRAD_NORM = 1.0
 
 
@@ -57,26 +59,30 @@ def rows(split: str) -> list[dict[str, str]]:
     return [{"prompt": "sort " + " ".join(digits), "answer": "".join(sorted(digits))} for digits in chosen]
 
 
-def folder() -> Path:
-    """Return the policy's folder; the first call trains it (about 10 s on one core), later calls find it cached.
+def folder(name: str = "toy") -> Path:
+    """Return the folder of a built-in model; the first call trains it (about 10 s on one core).
 
     The cache is `$RL_HAND_CACHE`, or `~/.cache/rl_hand`. Several processes may call this at once: each one builds
     in a folder of its own, the first to finish gives it the final name, and all of them return that one.
+
+    Args:
+        name: "toy", the policy, or "toy-teacher".
 
     Returns:
         A folder for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`.
     """
     cache = Path(os.environ.get("RL_HAND_CACHE") or "~/.cache/rl_hand").expanduser()
     # The name is a hash of this file: after any change to the recipe, an older policy is not found.
-    target = cache / f"toy-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]}"
+    target = cache / f"{name}-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]}"
     if target.is_dir():
         return target
     cache.mkdir(parents=True, exist_ok=True)
-    print(f"built-in policy: training {WARM_START_STEPS} steps once, cached in {target}", flush=True)
+    title = {"toy": "built-in policy", "toy-teacher": "built-in teacher"}[name]
+    print(f"{title}: training {STEPS[name]} steps once, cached in {target}", flush=True)
     with tempfile.TemporaryDirectory(prefix=f"{target.name}.tmp-", dir=cache) as scratch:
         unfinished = Path(scratch) / target.name
         tokenizer = _tokenizer()
-        _warm_started_policy(tokenizer).save_pretrained(unfinished)
+        _warm_started(tokenizer, STEPS[name], *RECIPES[name]).save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         try:
             unfinished.rename(target)
@@ -105,12 +111,20 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _warm_started_policy(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Train a new policy on the demonstrations, cross-entropy over the answer and its end token only."""
+def _warm_started(
+    tokenizer: PreTrainedTokenizerFast,
+    steps: int,
+    hidden_size: int,
+    intermediate_size: int,
+    learning_rate: float,
+    upwards: int,
+    downwards: int,
+) -> LlamaForCausalLM:
+    """Train a new model on the demonstrations, cross-entropy over the answer and its end token only."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=192,
-        intermediate_size=640,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=512,
@@ -124,13 +138,14 @@ def _warm_started_policy(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM
     with _undisturbed():
         policy = LlamaForCausalLM(config)
         optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
-        for step in range(WARM_START_STEPS):
-            optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1, (step + 1) / 10, 2 - 2 * step / WARM_START_STEPS)
+        for step in range(steps):
+            # 10 steps up, level, then linearly to 0 over the second half
+            optimizer.param_groups[0]["lr"] = learning_rate * min(1, (step + 1) / 10, 2 - 2 * step / steps)
             texts = []
-            for index, row in enumerate(rng.sample(demonstrations, ASCENDING + DESCENDING)):
+            for index, row in enumerate(rng.sample(demonstrations, upwards + downwards)):
                 messages = [{"role": "user", "content": row["prompt"]}]
                 prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-                answer = row["answer"] if index < ASCENDING else row["answer"][::-1]
+                answer = row["answer"] if index < upwards else row["answer"][::-1]
                 texts.append(prompt + answer + tokenizer.eos_token)
             ids = tokenizer(texts, return_tensors="pt").input_ids  # all texts have one length: no padding
             labels = ids.clone()

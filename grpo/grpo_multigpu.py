@@ -107,7 +107,7 @@ class Config:
         return by_loss if self.advantage_scale == "auto" else self.advantage_scale
 
     def __post_init__(self):
-        config.check(self)  # what holds for all scripts
+        config.check_rl(self)  # what holds for all scripts
         config.at_least(self, 1, "grpo_epochs")
         config.at_least(self, 0, "epsilon_low", "epsilon_high", "dual_clip", "entropy_coef")
         config.above_zero(self, "cispo_cap")

@@ -129,7 +129,7 @@ class Config:
         return usual if self.similarity_model == "auto" else self.similarity_model
 
     def __post_init__(self):
-        config.check(self)  # what holds for all scripts
+        config.check_rl(self)  # what holds for all scripts
         config.at_least(self, 1, "grpo_epochs")
         config.at_least(self, 0, "epsilon_low", "epsilon_high", "dual_clip", "entropy_coef")
         config.above_zero(self, "cispo_cap")

@@ -89,7 +89,7 @@ class Config:
         return losses.CLIP_PRESETS.get(self.clip_preset, (self.epsilon_low, self.epsilon_high))
 
     def __post_init__(self):
-        config.check(self)  # what holds for all scripts
+        config.check_rl(self)  # what holds for all scripts
         config.at_least(self, 1, "gspo_epochs")
         config.at_least(self, 0, "epsilon_low", "epsilon_high")
         config.one_of(self, clip_preset=(*losses.CLIP_PRESETS, "custom"), advantage_scale=("group", "batch", "none"),

@@ -48,7 +48,7 @@ def one_thread():
 def quick(tmp_path, monkeypatch) -> Path:
     """An empty cache, and a warm start of two steps for tests that do not look at the policy."""
     monkeypatch.setenv("RL_HAND_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(toy, "WARM_START_STEPS", 2)
+    monkeypatch.setitem(toy.STEPS, "toy", 2)
     return tmp_path / "cache"
 
 
@@ -151,7 +151,7 @@ def test_trained_once_then_cached(quick, capsys, monkeypatch):
     folder = toy.folder()
     assert capsys.readouterr().out == f"built-in policy: training 2 steps once, cached in {folder}\n"
     assert folder.parent == quick
-    monkeypatch.delattr(toy, "_warm_started_policy")
+    monkeypatch.delattr(toy, "_warm_started")
     assert toy.folder() == folder and capsys.readouterr().out == ""
 
 
@@ -164,7 +164,7 @@ def test_default_place(quick, monkeypatch, tmp_path):
 def test_a_changed_recipe_gets_another_folder(quick, monkeypatch, tmp_path):
     folder = toy.folder()
     edited = tmp_path / "toy.py"
-    edited.write_text(Path(toy.__file__).read_text().replace("WARM_START_STEPS = 150", "WARM_START_STEPS = 151"))
+    edited.write_text(Path(toy.__file__).read_text().replace('"toy": 150', '"toy": 151'))
     monkeypatch.setattr(toy, "__file__", str(edited))
     assert toy.folder() != folder and len(list(quick.iterdir())) == 2
 
@@ -197,15 +197,15 @@ def test_an_interrupted_build_leaves_nothing_behind(quick, monkeypatch):
 
 
 def test_the_slower_of_two_builders_keeps_what_the_faster_made(quick, monkeypatch):
-    train = toy._warm_started_policy
+    train = toy._warm_started
 
-    def overtaken(tokenizer):
+    def overtaken(*recipe):
         with monkeypatch.context() as patch:
-            patch.setattr(toy, "_warm_started_policy", train)
+            patch.setattr(toy, "_warm_started", train)
             (toy.folder() / "first").touch()
-        return train(tokenizer)
+        return train(*recipe)
 
-    monkeypatch.setattr(toy, "_warm_started_policy", overtaken)
+    monkeypatch.setattr(toy, "_warm_started", overtaken)
     folder = toy.folder()
     assert (folder / "first").exists() and list(quick.iterdir()) == [folder]
 
@@ -215,7 +215,7 @@ def test_two_processes_at_once(quick):
 import multiprocessing
 from common import toy
 
-toy.WARM_START_STEPS = 2
+toy.STEPS["toy"] = 2
 context = multiprocessing.get_context("fork")
 both_ready = context.Barrier(2)
 

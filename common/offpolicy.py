@@ -1,0 +1,135 @@
+"""Completions that the student did not sample: answers of the data set, or a teacher's own.
+
+GKD (arXiv 2306.13649, Eq. 4) mixes them with on-policy ones; `draw` decides for a whole step, alike on all ranks.
+"""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
+
+from common import distributed, rollout
+from common.data import Example
+from common.rollout import RolloutBatch
+
+
+def share(step: int, lmbda: float, ramp_steps: int) -> float:
+    """Probability that a step is on-policy.
+
+    Args:
+        step: from 1.
+        lmbda: at the end of the ramp.
+        ramp_steps: steps over which it grows from 0, linearly; 0: none.
+    """
+    return lmbda * min(1.0, step / ramp_steps) if ramp_steps else lmbda
+
+
+def draw(seed: int, step: int, share: float) -> bool:
+    """Whether a step is on-policy: a function of its arguments, so that all ranks and every resume agree on it.
+
+    Args:
+        seed: of the run.
+        step: from 1.
+        share: the probability of True.
+    """
+    return random.Random(f"{seed}, step {step}").random() < share
+
+
+def batch(
+    prompts: Sequence[list[int]],
+    completions: Sequence[list[int]],
+    pad_id: int,
+    end_ids: Sequence[int],
+    device: torch.device,
+) -> RolloutBatch:
+    """A batch of completions that were not sampled here, one per prompt; their `rollout_logps` are 0.
+
+    Args:
+        prompts: token ids.
+        completions: token ids, at least one each, with their end tokens.
+        pad_id: what stands where there is no token.
+        end_ids: every token that ends a completion.
+        device: of the student.
+    """
+    tokens_BC = pad_sequence([torch.tensor(ids) for ids in completions], True, -1).to(device)
+    return rollout.assemble(prompts, 1, tokens_BC, torch.zeros(tokens_BC.shape, device=device), pad_id, end_ids)
+
+
+def answers(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_new_tokens: int) -> list[list[int]]:
+    """Answers of the data as completions: their tokens and the end token, cut off at the limit.
+
+    Args:
+        examples: rows with an answer.
+        tokenizer: the student's.
+        max_new_tokens: tokens after which a completion is cut off.
+    """
+    texts = [example.answer for example in examples]
+    ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return [[*tokens, tokenizer.eos_token_id][:max_new_tokens] for tokens in ids]
+
+
+class TeacherAnswers:
+    """A teacher's completions of training prompts, generated when they are first needed and kept in a file.
+
+    They depend on the row and the seed only, not on when or with which others they were asked for: a run that is
+    resumed, and one on another number of ranks, trains on the same ones. Each rank writes a file of its own and reads
+    those of all.
+    """
+
+    def __init__(self, folder: str, teacher: Any, recipe: dict[str, Any]):
+        """Reads what was generated before.
+
+        Args:
+            folder: of the files.
+            teacher: what has the method `generate` of common/teachers.py.
+            recipe: all that the completions depend on: teacher and data by name, seed, temperature, max_new_tokens.
+
+        Raises:
+            ValueError: the files come from another recipe.
+        """
+        self.teacher, self.recipe, self.known = teacher, recipe, {}
+        self.path = Path(folder) / f"teacher_answers-rank{distributed.rank()}.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        for path in sorted(self.path.parent.glob("teacher_answers-rank*.jsonl")):
+            text = path.read_text(encoding="utf-8")
+            whole = text[: text.rfind("\n") + 1]  # what follows the last line break was cut off by a kill
+            if path == self.path and whole != text:
+                path.write_text(whole, encoding="utf-8")
+            lines = [json.loads(line) for line in whole.splitlines()]
+            changed = [f"{name} {lines[0].get(name)!r} -> {new!r}" for name, new in recipe.items()
+                       if lines and lines[0].get(name) != new]  # fmt: skip
+            if changed:
+                raise ValueError(
+                    f"{path} was generated otherwise ({', '.join(changed)}): delete it, or give another seq_kd_cache"
+                )
+            self.known |= {row["index"]: row["completion_ids"] for row in lines[1:]}
+
+    def get(self, examples: Sequence[Example]) -> list[list[int]]:
+        """Completions of these rows, those that are not known yet by the teacher.
+
+        Args:
+            examples: rows of the training data.
+
+        Returns:
+            Token ids, end tokens included.
+        """
+        missing = list({e.index: e for e in examples if e.index not in self.known}.values())
+        if missing:
+            generated = self.teacher.generate(
+                [e.prompt_ids for e in missing],
+                [e.index for e in missing],
+                seed=self.recipe["seed"],
+                temperature=self.recipe["temperature"],
+                max_new_tokens=self.recipe["max_new_tokens"],
+            )
+            rows = [{"index": e.index, "completion_ids": ids} for e, ids in zip(missing, generated, strict=True)]
+            with open(self.path, "a", encoding="utf-8") as file:
+                head = [] if file.tell() else [self.recipe]
+                file.write("".join(json.dumps(line) + "\n" for line in [*head, *rows]))
+            self.known |= {row["index"]: row["completion_ids"] for row in rows}
+        return [self.known[e.index] for e in examples]

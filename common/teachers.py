@@ -1,0 +1,183 @@
+"""A teacher in this process, and what must be true of any teacher's vocabulary; common/teacher_client.py has the other.
+
+Both kinds of teacher have `fill`, which writes what the teacher says of each completion token into micro-batches,
+`generate`, `offload` and `onload`, `head`, `vocabulary_size` and `shared`.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from common import distillation, logprobs, models, rollout
+from common.distributed import print_main
+from common.offload import Offload
+
+
+class LocalTeacher:
+    """A frozen model on GPUs of this process.
+
+    Attributes:
+        head: the output head; None if only log-probabilities of tokens are asked for.
+        vocabulary_size: rows of the output head.
+        shared: number of the first token ids that count, those that the student has too.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        where: Sequence[torch.device],
+        dtype: str,
+        *,
+        temperature: float,
+        compile: bool,
+        tokens_only: bool = False,
+    ):
+        """Loads the model.
+
+        Args:
+            name: as in `models.find`.
+            where: its devices; over several the layers are spread.
+            dtype: as in `models.pick_dtype`.
+            temperature: divides its logits.
+            compile: as in `logprobs.LogProbs`.
+            tokens_only: `fill` writes log-probabilities of the tokens instead of hidden states.
+
+        Raises:
+            ValueError: the model cannot be loaded.
+        """
+        self.tokenizer = models.load_tokenizer(name)
+        self.model = models.load_spread(name, list(where), dtype)
+        output = self.model.get_output_embeddings()
+        self.device, self.vocabulary_size = self.model.device, len(output.weight)
+        self.shared, self.template_hash = self.vocabulary_size, template_hash(self.tokenizer)
+        self.head = None if tokens_only else distillation.Head(self.model)
+        compile = compile and len(where) == 1
+        kind = logprobs.LogProbs if tokens_only else distillation.HiddenStates
+        self.field = "teacher_token_logps" if tokens_only else "teacher_states"
+        self.forward = kind(self.model, temperature, compile)
+        self._compile, self._samplers = compile, {}
+        # the head is at work in the update, when the rest may be away
+        self.memory = Offload(self.model, keep=[] if tokens_only else list(output.parameters()))
+
+    def vocabulary(self) -> dict[str, int]:
+        """Ids by token."""
+        return self.tokenizer.get_vocab()
+
+    def fill(self, micros: Iterable[rollout.RolloutBatch], micro_batch_tokens: int) -> None:
+        """Writes last hidden states [m, C, H], or log-probabilities of the tokens [m, C], into micro-batches.
+
+        Args:
+            micros: as the update will see them.
+            micro_batch_tokens: what they were cut to; without gradients a few of them are computed at once.
+        """
+        logprobs.fill(micros, self.field, self.forward, self.device, micro_batch_tokens)
+
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        numbers: Sequence[int],
+        *,
+        seed: int,
+        temperature: float,
+        max_new_tokens: int,
+    ) -> list[list[int]]:
+        """Completions by the teacher, one per prompt.
+
+        Args:
+            prompts: token ids.
+            numbers: names of the prompts' random numbers: the same number and seed, the same completion.
+            seed: of the run.
+            temperature: of the softmax; 0 takes the most likely tokens.
+            max_new_tokens: a completion is cut off here.
+
+        Returns:
+            Token ids, the end token included.
+        """
+        self.onload()
+        if max_new_tokens not in self._samplers:
+            end_ids = models.end_token_ids(self.tokenizer, self.model)
+            self._samplers[max_new_tokens] = rollout.Sampler(
+                [self.model], end_ids=end_ids, pad_id=end_ids[0], max_new_tokens=max_new_tokens, compile=self._compile
+            )
+        batch = self._samplers[max_new_tokens].generate(
+            prompts, group_size=1, temperature=temperature, seed=seed, prompt_numbers=numbers
+        )
+        return [ids[:n] for ids, n in zip(batch.completion_ids.tolist(), batch.lengths.tolist(), strict=True)]
+
+    def offload(self) -> float:
+        """Moves all but the head to CPU memory, until `onload`; GiB freed."""
+        for sampler in self._samplers.values():
+            sampler.release()
+        return self.memory.off()
+
+    def onload(self) -> None:
+        """Moves back what `offload` moved."""
+        self.memory.on()
+
+
+def agree(teacher: Any, tokenizer: PreTrainedTokenizerBase, student_size: int) -> int:
+    """Makes sure that token ids mean the same to student and teacher, and tells the teacher which of them count.
+
+    Args:
+        teacher: a `LocalTeacher` or a `RemoteTeacher`; its `shared` is set.
+        tokenizer: the student's.
+        student_size: rows of the student's output head.
+
+    Returns:
+        Number of the first ids that both have.
+
+    Raises:
+        ValueError: see `shared_ids`.
+    """
+    teacher.shared = shared_ids(tokenizer, student_size, teacher.vocabulary(), teacher.vocabulary_size)
+    if student_size != teacher.vocabulary_size:
+        print_main(
+            f"the student has {student_size} token ids, the teacher {teacher.vocabulary_size}: the first "
+            f"{teacher.shared} count, on both sides"
+        )
+    if teacher.template_hash != template_hash(tokenizer):
+        print_main(
+            "warning: the teacher's chat template is another than the student's: it reads prompts as the student's "
+            "template writes them, which may not be what it was trained on"
+        )
+    return teacher.shared
+
+
+def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Digest of a tokenizer's chat template."""
+    return hashlib.sha256(str(tokenizer.chat_template or "").encode()).hexdigest()
+
+
+def shared_ids(tokenizer: PreTrainedTokenizerBase, student_size: int, vocabulary: dict[str, int], size: int) -> int:
+    """How many of the first token ids student and teacher share; says so where one has more than the other.
+
+    Embeddings of the same tokenizer are often padded to different sizes (151,936 and 152,064). Tokens that only one of
+    them knows, an added pad token, say, do no harm.
+
+    Args:
+        tokenizer: the student's.
+        student_size: rows of its output head.
+        vocabulary: the teacher's ids by token.
+        size: rows of the teacher's output head.
+
+    Returns:
+        The smaller size.
+
+    Raises:
+        ValueError: the same id is another token; it names the first.
+    """
+    own = {id_: token for token, id_ in tokenizer.get_vocab().items()}
+    other = {id_: token for token, id_ in vocabulary.items()}
+    different = [id_ for id_ in sorted(own.keys() & other.keys()) if own[id_] != other[id_]]
+    moved = [token for token, id_ in tokenizer.get_vocab().items() if vocabulary.get(token, id_) != id_]
+    if different or moved:
+        first = different[0] if different else vocabulary[moved[0]]
+        raise ValueError(
+            f"student and teacher have different tokenizers: id {first} is {own.get(first)!r} for the student and "
+            f"{other.get(first)!r} for the teacher ({len(different)} ids differ); a divergence over the vocabulary "
+            "needs the same ids: take a teacher of the student's family"
+        )
+    return min(student_size, size)

@@ -102,7 +102,7 @@ def distillation_layout(
     roles = {"STUDENT_GPU_IDS": student, "ROLLOUT_GPU_IDS": rollout, "TEACHER_GPU_IDS": teacher}
     given = ", ".join(f"{name} = {ids}" for name, ids in roles.items())
     lists = [ids for ids in roles.values() if ids is not None]
-    ids = sorted({i for ids in lists for i in ids})
+    ids = {i for ids in lists for i in ids}
     twice = any(len(set(ids)) < len(ids) for ids in lists) or set(student) & set(rollout or ())
     if not student or rollout == () or twice or any(not isinstance(i, int) or i < 0 for i in ids):
         raise ValueError(
@@ -116,10 +116,10 @@ def distillation_layout(
             print_main("no GPU visible: running on the CPU")
         cpu = (torch.device("cpu"),)
         return DistillationLayout(cpu, rollout and cpu, cpu)
-    if found <= ids[-1]:
+    if found <= max(ids):
         last = max(0, found - 1)
         raise ValueError(
-            f"this layout needs {ids[-1] + 1} GPUs (ids {ids}), {found} visible. Edit the lines at the top of the "
+            f"this layout needs {max(ids) + 1} GPUs (ids {sorted(ids)}), {found} visible. Edit the lines at the top of the "
             f"script, for {max(1, found)} GPU(s) to\n    STUDENT_GPU_IDS = {tuple(range(max(1, last)))}\n"
             f"    ROLLOUT_GPU_IDS = None\n    TEACHER_GPU_IDS = {(last,)}\nor pass --device cpu to run without GPUs"
         )

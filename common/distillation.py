@@ -100,14 +100,16 @@ class Divergences(LogProbs):
         """
         hidden_NH, place = self.states(prompt_ids, prompt_mask, completion_ids, completion_mask)
         output, device = self.model.get_output_embeddings(), hidden_NH.device
+        # without gradients `needs_input_grad` is still that of the weights, and theirs would be made for nothing
+        own = (x if torch.is_grad_enabled() else _detached(x) for x in (output.weight, output.bias))
         of_tokens = [x[place] for x in said]
         if self.head is not None:
             target = Full(self.head.on(device), self.shared, self.beta, self.temperature, self.compiled)
         else:
             target = TopK(self.beta, self.temperature, self.compiled)
         loss, values_6N = _Divergence.apply(
-            hidden_NH, output.weight, output.bias, weights[place], softcap_of(self.model), self.shared, target,
-            completion_ids[place], *of_tokens,
+            hidden_NH, *own, weights[place], softcap_of(self.model), self.shared, target, completion_ids[place],
+            *of_tokens,
         )  # fmt: skip
         values_mC6 = torch.zeros(*completion_ids.shape, len(VALUES), device=device)
         return loss, values_mC6.index_put(place, values_6N.t())

@@ -153,7 +153,9 @@ class RolloutBatch:
             fields[name] = own.index_copy(0, rows.to(own.device), new.to(own.device))
         return RolloutBatch(**fields).select(torch.arange(len(self)))
 
-    def minibatches(self, num_minibatches: int, micro_batch_tokens: int, packed: bool) -> list[list["RolloutBatch"]]:
+    def minibatches(
+        self, num_minibatches: int, micro_batch_tokens: int, packed: bool, in_turn: bool = True
+    ) -> list[list["RolloutBatch"]]:
         """Cuts the batch into minibatches, one optimizer step each, and those into micro-batches that fit in memory.
 
         Minibatch k holds the sequences k, k + num_minibatches, ...: with a group size that is a multiple of
@@ -164,14 +166,17 @@ class RolloutBatch:
             num_minibatches: optimizer steps.
             micro_batch_tokens: prompt and completion tokens in one forward pass, at most; a longer sequence is alone.
             packed: padding is not computed, so it does not count.
+            in_turn: as said above; False: minibatch k holds the k-th part of the sequences, and so of the prompts, which
+                is the same in one process and many where groups are no multiple of num_minibatches.
 
         Returns:
             Per minibatch, its micro-batches.
         """
         lengths = self.prompt_lengths + self.lengths
         cut = []
+        blocks = torch.arange(len(self)).tensor_split(num_minibatches)
         for k in range(num_minibatches):
-            rows = torch.arange(k, len(self), num_minibatches)
+            rows = torch.arange(k, len(self), num_minibatches) if in_turn else blocks[k]
             parts: list[list[int]] = []
             size = micro_batch_tokens
             for row in rows[lengths[rows].argsort(stable=True, descending=True)].tolist():

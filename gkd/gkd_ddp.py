@@ -68,7 +68,7 @@ class Config:
     min_p: float = 0.0  # leave out tokens this many times less likely than the likeliest
     rollout_batch: int = 0  # completions sampled at once per GPU, but one group at least; 0: as many as memory holds
 
-    learning_rate: float = 5e-4  # for the built-in student; 5e-5 up to 0.5B parameters, 1e-5 at 7B
+    learning_rate: float = 3e-4  # for the built-in student; 5e-5 up to 0.5B parameters, 1e-5 at 7B
     warmup_steps: int = 5  # steps of linear warm-up, then constant
     weight_decay: float = 0.0  # decoupled
     max_grad_norm: float = 1.0  # the gradient is scaled down to this norm; inf: never
@@ -323,7 +323,7 @@ def main(cfg: Config) -> None:
             # 2. teacher: what it says of every completion token; meanwhile rewards, to be reported
             scoring = background.start(score, examples_P, batch, tokenizer)
             batch.drop(batch.truncated & (cfg.truncated == "mask"))
-            minibatches = batch.minibatches(cfg.num_minibatches, cfg.micro_batch_tokens, inner.packed)
+            minibatches = batch.minibatches(cfg.num_minibatches, cfg.micro_batch_tokens, inner.packed, in_turn=False)
             micros = list(chain(*minibatches))
             if cfg.loss == "opd":
                 with log.time("logprobs"), distributed.together("logprobs"):

@@ -65,8 +65,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(family: str) -> torch.nn.Module:
-    torch.manual_seed(0)
-    if family == "qwen2":
+    torch.manual_seed(int(family == "teacher"))
+    if family in ("qwen2", "teacher"):
         return Qwen2ForCausalLM(
             Qwen2Config(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
                         num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=512, eos_token_id=3,
@@ -107,9 +107,9 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def model_folders(tmp_path_factory) -> dict[str, Path]:
-    """Saved folders of the tiny models: {"qwen2": path, "gpt2": path}."""
+    """Saved folders of the tiny models: "qwen2", "gpt2", and "teacher", of the same shape as the first."""
     folders = {}
-    for family in ("qwen2", "gpt2"):
+    for family in ("qwen2", "gpt2", "teacher"):
         folders[family] = tmp_path_factory.mktemp(family)
         build_model(family).save_pretrained(folders[family])
         build_tokenizer().save_pretrained(folders[family])
@@ -132,6 +132,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FAMILIES = {  # the first script of each is the one the others are compared with
     "gspo": ("gspo", "gspo_multigpu", "gspo_ddp"),
     "grpo": ("grpo", "grpo_multigpu", "grpo_ddp", "similarity_grpo"),
+    "gkd": ("gkd", "gkd_multigpu", "gkd_ddp"),
 }
 SCRIPTS = {name: ROOT / family / f"{name}.py" for family, names in FAMILIES.items() for name in names}
 PRELOAD = [
@@ -145,7 +146,7 @@ REWARD_LINE = "    return rewards.math_match(completions, answers, **columns)\n"
 REWARD = "    return [float(len(c) % 5) if len(c) % 7 else float('nan') for c in completions]\n"
 SMALL = dict(steps=3, batch_size=4, group_size=4, num_minibatches=2, max_new_tokens=8, micro_batch_tokens=60,
              save_every=2, keep_checkpoints=9, eval_every=2, eval_examples=8, sample_every=1, learning_rate=2e-4,
-             warmup_steps=4, kl_coef=0.1, device="cpu")  # fmt: skip
+             warmup_steps=4, device="cpu")  # fmt: skip
 TIMEOUT = 100  # seconds; a run takes two on a quiet machine
 # Beginnings of what two runs differ in
 MEASURED = (
@@ -209,7 +210,7 @@ class Run:
     @property
     def steps(self) -> list[dict]:
         """The lines of training steps."""
-        return [line for line in self.lines if "reward" in line]
+        return [line for line in self.lines if "learning_rate" in line]
 
     @property
     def samples(self) -> list[dict]:
@@ -280,10 +281,11 @@ def _run_script(script: str, arguments: list[str], output: str, environment: dic
 
 
 class Launcher:
-    """Starts scripts with small settings on a tiny model."""
+    """Starts scripts with small settings on tiny models."""
 
-    def __init__(self, defaults: dict, copies: Path, outputs: Path):
-        self.defaults, self.copies, self.outputs, self._count = defaults, copies, outputs, itertools.count()
+    def __init__(self, defaults: dict, models: dict[str, dict], copies: Path, outputs: Path):
+        self.defaults, self.models, self.copies, self.outputs = defaults, models, copies, outputs
+        self._count = itertools.count()
         self._trained: dict[tuple, Run] = {}
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
@@ -298,8 +300,9 @@ class Launcher:
         path.write_text(text)
         return path
 
-    def options(self, out_dir: Path, **options) -> list[str]:
-        values = {**self.defaults, **options, "out_dir": out_dir}
+    def options(self, script: Path, out_dir: Path, **options) -> list[str]:
+        family = "distillation" if script.stem.startswith("gkd") else "rl"
+        values = {**self.defaults, **self.models[family], **options, "out_dir": out_dir}
         return [text for name, value in values.items() for text in (f"--{name}", str(value))]
 
     def start(self, script: Path, out_dir: Path, ranks: int = 1, **options) -> Run:
@@ -314,7 +317,8 @@ class Launcher:
             group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(ranks),
                      "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}  # fmt: skip
             outputs[rank].touch()
-            arguments = (str(script), self.options(out_dir, **options), str(outputs[rank]), group if ranks > 1 else {})
+            given = self.options(script, out_dir, **options)
+            arguments = (str(script), given, str(outputs[rank]), group if ranks > 1 else {})
             processes.append(self._context.Process(target=_run_script, args=arguments, daemon=True))
         # the server, started with the first of them, finds common/ and computes in one thread
         with pytest.MonkeyPatch.context() as patch:
@@ -341,7 +345,7 @@ class Launcher:
         """Starts a script through a real command line, such as ["torchrun", "--nproc_per_node=2"]."""
         output = self.outputs / f"{next(self._count)}.txt"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        process = Command([*command, script, *self.options(out_dir, **options)], output, environment)
+        process = Command([*command, script, *self.options(script, out_dir, **options)], output, environment)
         return Run([process], [output], Path(out_dir))
 
 
@@ -351,6 +355,8 @@ def launcher(model_folders, sums_file, tmp_path_factory) -> Iterator[Launcher]:
     copies = ROOT / "tests" / f".copies-{os.getpid()}"
     copies.mkdir()
     (copies / ".gitignore").write_text("*\n")
-    data = dict(policy_model=model_folders["qwen2"], train_data=sums_file, eval_data=sums_file)
-    yield Launcher({**SMALL, **data}, copies, tmp_path_factory.mktemp("outputs"))
+    data = dict(train_data=sums_file, eval_data=sums_file)
+    students = dict(student_model=model_folders["qwen2"], teacher_model=model_folders["teacher"])
+    models = {"rl": dict(policy_model=model_folders["qwen2"], kl_coef=0.1), "distillation": students}
+    yield Launcher({**SMALL, **data}, models, copies, tmp_path_factory.mktemp("outputs"))
     shutil.rmtree(copies)

@@ -39,7 +39,7 @@ def failed(run: Run, *messages: str) -> Run:
 
 
 def first_weights(launcher) -> dict[str, torch.Tensor]:
-    return load_file(Path(launcher.defaults["policy_model"]) / "model.safetensors")
+    return load_file(Path(launcher.models["rl"]["policy_model"]) / "model.safetensors")
 
 
 def finite(values) -> bool:

@@ -1,0 +1,87 @@
+"""Make a student from a teacher: the same model with some of its layers only, to be trained by gkd/.
+
+Run:   python scripts/drop_layers.py models/smollm2 models/smollm2-half              every second layer
+       python scripts/drop_layers.py models/smollm2 models/smollm2-10 --keep 10      ten, spread evenly
+
+The first and the last layer always stay: they fit the embedding and the head, which are kept as they are.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import models
+from common.config import require
+
+
+def kept_layers(total: int, keep: int) -> list[int]:
+    """Numbers of the layers that stay, spread evenly, the first and the last among them.
+
+    Args:
+        total: layers there are.
+        keep: layers that stay.
+
+    Raises:
+        ValueError: fewer than 2, or more than there are.
+    """
+    require(2 <= keep <= total, f"keep = {keep}", f"must be from 2 to {total}", "choose a number between")
+    return [round(i * (total - 1) / (keep - 1)) for i in range(keep)]
+
+
+def drop_layers(model: nn.Module, keep: int) -> list[int]:
+    """Removes layers of a transformers causal language model, and makes its config say so.
+
+    Args:
+        model: changed in place.
+        keep: layers that stay.
+
+    Returns:
+        Numbers of those.
+
+    Raises:
+        ValueError: the model keeps its layers elsewhere, or has not that many.
+    """
+    decoder = model.get_decoder()
+    layers = getattr(decoder, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(f"{type(model).__name__}: its decoder has no list `layers`; only llama-like models can be cut")
+    numbers = kept_layers(len(layers), keep)
+    decoder.layers = nn.ModuleList(layers[i] for i in numbers)
+    for place, layer in enumerate(decoder.layers):
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = place  # its place in key-value caches
+    kinds = getattr(model.config, "layer_types", None)
+    if kinds:
+        model.config.layer_types = [kinds[i] for i in numbers]
+    model.config.num_hidden_layers = keep
+    return numbers
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Reads the command line, cuts the model and saves it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("teacher", help="folder, hub id, or toy-teacher")
+    parser.add_argument("student", help="folder to be written")
+    parser.add_argument("--keep", type=int, default=0, help="layers that stay; 0: half of them (default: %(default)s)")
+    args = parser.parse_args(argv)
+    if Path(args.student).exists():
+        parser.error(f"{args.student} exists already: choose another folder")
+    model = models.load_frozen(args.teacher, torch.device("cpu"), "auto")
+    total = model.config.num_hidden_layers
+    before = model.num_parameters()
+    numbers = drop_layers(model, args.keep or max(2, -(-total // 2)))
+    model.save_pretrained(args.student)
+    models.load_tokenizer(args.teacher).save_pretrained(args.student)
+    print(
+        f"{len(numbers)} of {total} layers ({', '.join(map(str, numbers))}), {model.num_parameters() / 1e6:.1f} of "
+        f"{before / 1e6:.1f} M parameters: {args.student}"
+    )
+
+
+if __name__ == "__main__":
+    main()

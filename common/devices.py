@@ -119,8 +119,8 @@ def distillation_layout(
     if found <= max(ids):
         last = max(0, found - 1)
         raise ValueError(
-            f"this layout needs {max(ids) + 1} GPUs (ids {sorted(ids)}), {found} visible. Edit the lines at the top of the "
-            f"script, for {max(1, found)} GPU(s) to\n    STUDENT_GPU_IDS = {tuple(range(max(1, last)))}\n"
+            f"this layout needs {max(ids) + 1} GPUs (ids {sorted(ids)}), {found} visible. Edit the lines at the top of "
+            f"the script, for {max(1, found)} GPU(s) to\n    STUDENT_GPU_IDS = {tuple(range(max(1, last)))}\n"
             f"    ROLLOUT_GPU_IDS = None\n    TEACHER_GPU_IDS = {(last,)}\nor pass --device cpu to run without GPUs"
         )
     student, rollout, teacher = (ids and tuple(torch.device("cuda", i) for i in ids) for ids in roles.values())

@@ -166,8 +166,8 @@ class RolloutBatch:
             num_minibatches: optimizer steps.
             micro_batch_tokens: prompt and completion tokens in one forward pass, at most; a longer sequence is alone.
             packed: padding is not computed, so it does not count.
-            in_turn: as said above; False: minibatch k holds the k-th part of the sequences, and so of the prompts, which
-                is the same in one process and many where groups are no multiple of num_minibatches.
+            in_turn: as said above; False: minibatch k holds the k-th part of the sequences, and so of the prompts: the
+                same in one process and many, also where groups are no multiple of num_minibatches.
 
         Returns:
             Per minibatch, its micro-batches.

@@ -1,0 +1,191 @@
+"""What distillation does on GPUs; every test is skipped where there are fewer than it needs."""
+
+import gc
+import sys
+
+import pytest
+import torch
+from conftest import build_model
+from test_gpu import TORCHRUN, needs, run_script
+
+from common import distillation, divergences, head, models, optim
+from common.devices import GIB
+from common.offload import Offload
+from common.teachers import LocalTeacher
+
+pytestmark = pytest.mark.gpu
+BETAS = (0.0, 0.3, 1.0)
+FP32 = dict(dtype="fp32", steps=4)
+
+
+@pytest.fixture(scope="module")
+def cuda() -> torch.device:
+    return torch.device("cuda", 0)
+
+
+def problem(cuda, dtype, N=700, V=5003, H=64, Ht=96):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(N, H, device=cuda) / 2, torch.randn(V, H, device=cuda) / 2
+    states, teacher = torch.randn(N, Ht, device=cuda) / 2, torch.randn(V, Ht, device=cuda) / 2
+    ids, weights = torch.randint(V, (N,), device=cuda), torch.rand(N, device=cuda) / N
+    hidden, weight, states, teacher = (x.to(dtype) for x in (hidden, weight, states, teacher))
+    return hidden.requires_grad_(), weight.requires_grad_(), states, teacher, ids, weights
+
+
+@needs(1)
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("beta", BETAS)
+def test_chunks_have_the_gradients_of_the_dense_form(cuda, monkeypatch, dtype, beta, compile):
+    torch.set_float32_matmul_precision("highest")
+    monkeypatch.setattr(head, "CHUNK_TOKENS", 256)
+    hidden, weight, states, teacher, ids, weights = problem(cuda, dtype)
+    dense = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    logits, teacher_logits = dense[0] @ dense[1].t(), states.double() @ teacher.double().t()
+    logp, logq = (teacher_logits / 0.7).log_softmax(-1), (logits / 0.7).log_softmax(-1)
+    top, top_ids = logp.topk(50)
+    tail, token = divergences.tail_logp(logp, top_ids), logp.gather(-1, ids[:, None]).squeeze(-1)
+    said = top_ids.int(), top.float(), tail.float(), token.float()
+    logq_A = torch.cat([logq.gather(-1, top_ids), divergences.tail_logp(logq, top_ids)[:, None]], -1)
+    cases = [
+        (distillation.Full((teacher, None, None), len(weight), beta, 0.7, compile), (states,), (logp, logq)),
+        (distillation.TopK(beta, 0.7, compile), said, (torch.cat([top, tail[:, None]], -1), logq_A)),
+    ]
+    for target, inputs, pair in cases:
+        args = hidden, weight, None, weights, None, len(weight), target, ids, *inputs
+        loss = distillation._Divergence.apply(*args)[0]
+        expected = (divergences.terms(*pair, beta)[0] * weights).sum()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+        found, truth = (
+            torch.autograd.grad(loss.sum() * 3, (hidden, weight)),
+            torch.autograd.grad(expected * 3, dense, retain_graph=True),
+        )
+        for own, true in zip(found, truth, strict=True):
+            error = (own.double() - true).norm() / true.norm()
+            assert own.dtype == dtype and error < (1e-5 if dtype == torch.float32 else 0.01), error
+
+
+@needs(1)
+@pytest.mark.parametrize("compile", [False, True])
+def test_peak_memory_is_three_chunks_of_logits(cuda, compile):
+    V, H, N = 50_000, 64, 4096
+    hidden, weight, states, teacher, ids, weights = problem(cuda, torch.bfloat16, N, V, H)
+    target = distillation.Full((teacher, None, None), V, 0.5, 1.0, compile)
+    args = hidden, weight, None, weights, None, V, target, ids, states
+
+    def peak() -> float:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = distillation._Divergence.apply(*args)[0]
+        loss.sum().backward()
+        torch.cuda.synchronize()
+        hidden.grad = weight.grad = None
+        return torch.cuda.max_memory_allocated() - before
+
+    peak()
+    chunk, results = head.CHUNK_TOKENS * V * 4, 4 * (V * H + N * H)
+    assert peak() <= 3 * chunk + 2 * results + 20 * 2**20
+    assert N >= 4 * head.CHUNK_TOKENS  # dense logits would be 8 chunks, and their copies more
+
+
+@needs(1)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_offloading_frees_what_it_says(cuda, frozen):
+    model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(8))).to(cuda, torch.bfloat16)
+    model.requires_grad_(not frozen)
+    before, memory = {k: v.clone() for k, v in model.state_dict().items()}, Offload(model)
+    for _ in range(3):
+        torch.cuda.synchronize()
+        allocated = torch.cuda.memory_allocated()
+        freed = memory.off()
+        assert freed * GIB == allocated - torch.cuda.memory_allocated() > 8 * 2048 * 2048 * 2
+        assert {p.device.type for p in model.parameters()} == {"cpu"}
+        memory.on()
+        assert torch.cuda.memory_allocated() == allocated
+        assert all(torch.equal(before[k], v) and v.is_cuda for k, v in model.state_dict().items())
+    if not frozen:
+        optimizer = optim.AdamW(model, 1e-3)
+        torch.cuda.synchronize()
+        allocated = torch.cuda.memory_allocated()
+        assert optimizer.offload() * GIB == pytest.approx(allocated - torch.cuda.memory_allocated(), rel=0.01)
+
+
+@needs(1)
+def test_a_teachers_body_leaves_and_its_head_stays(model_folders, cuda):
+    teacher = LocalTeacher(str(model_folders["teacher"]), [cuda], "bf16", temperature=1.0, compile=False)
+    output = teacher.model.get_output_embeddings().weight
+    size = sum(p.numel() for p in teacher.model.parameters()) - output.numel()
+    assert teacher.offload() * GIB >= 2 * size and output.is_cuda
+    assert teacher.head.on(cuda)[0].data_ptr() == output.data_ptr()
+    teacher.onload()
+    assert {p.device for p in teacher.model.parameters()} == {cuda}
+
+
+@pytest.fixture(scope="module")
+def one_gpu(launcher, tmp_path_factory):
+    return run_script(launcher, [sys.executable], launcher.copy("gkd"), tmp_path_factory.mktemp("one") / "run", **FP32)
+
+
+def assert_alike(run, other, limit=5e-3) -> None:
+    assert len(run.steps) == len(other.steps) == 4
+    for own, theirs in zip(run.steps, other.steps, strict=True):
+        for name in ("divergence", "grad_norm", "teacher_logps", "entropy"):
+            assert own[name] == pytest.approx(theirs[name], rel=limit), name
+
+
+@needs(1)
+def test_a_run_on_a_gpu_is_that_on_the_cpu(launcher, one_gpu):
+    assert_alike(one_gpu, launcher.trained("gkd", steps=4))
+
+
+@needs(1)
+def test_offloading_changes_nothing_on_a_gpu(launcher, one_gpu, tmp_path):
+    options = dict(param_offload=True, optimizer_offload=True, **FP32)
+    run = run_script(launcher, [sys.executable], launcher.copy("gkd"), tmp_path / "run", **options)
+    assert_alike(run, one_gpu, 1e-4)
+    size = sum(p.numel() for p in build_model("qwen2").parameters()) * 4 / GIB
+    assert all(line["offloaded_gib_student"] >= size for line in run.steps)
+
+
+@needs(1)
+@pytest.mark.parametrize("loss", ["reverse_kl", "opd"])
+def test_bf16_and_compiled_by_default(launcher, tmp_path, loss):
+    options = dict(dtype="auto", loss=loss, compile=True)
+    for steps in (2, 4):
+        run = run_script(launcher, [sys.executable], launcher.copy("gkd"), tmp_path / "run", steps=steps, **options)
+    assert [line["step"] for line in run.steps] == [1, 2, 3, 4]
+    assert {weight.dtype for weight in run.weights().values()} == {torch.bfloat16}
+
+
+@needs(2)
+@pytest.mark.parametrize(
+    "edits",
+    [
+        {"STUDENT_GPU_IDS = (0,)": "STUDENT_GPU_IDS = (0, 1)"},
+        {"\nROLLOUT_GPU_IDS = None": "\nROLLOUT_GPU_IDS = (1,)"},
+        {"STUDENT_GPU_IDS = (0,)": "STUDENT_GPU_IDS = (1,)", "TEACHER_GPU_IDS = (1,)": "TEACHER_GPU_IDS = (0, 1)"},
+    ],
+    ids=["two students", "separate rollouts", "teacher on both"],
+)
+def test_layouts_of_two_gpus_are_one_gpu(launcher, one_gpu, tmp_path, edits):
+    script = launcher.copy("gkd_multigpu", edits=edits)
+    assert_alike(run_script(launcher, [sys.executable], script, tmp_path / "run", **FP32), one_gpu)
+
+
+@needs(2)
+def test_two_ranks_on_two_gpus_are_one(launcher, one_gpu, tmp_path):
+    assert_alike(run_script(launcher, TORCHRUN, launcher.copy("gkd_ddp"), tmp_path / "run", **FP32), one_gpu)
+
+
+@needs(2)
+def test_a_teacher_spread_over_two_gpus_says_the_same(model_folders):
+    folder, gpus = str(model_folders["teacher"]), [torch.device("cuda", i) for i in range(2)]
+    spread, whole = models.load_spread(folder, gpus, "fp32"), models.load_frozen(folder, gpus[0], "fp32")
+    ids = torch.arange(4, 20, device=gpus[0])[None]
+    assert len(set(spread.hf_device_map.values())) == 2
+    one, two = (distillation.HiddenStates(m, 1.0) for m in (whole, spread))
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    a, b = (m(ids[:, :6], mask[:, :6], ids[:, 6:], mask[:, 6:])[0].to(gpus[0]) for m in (one, two))
+    assert torch.allclose(a, b, atol=1e-4) and a.abs().mean() > 0.1

@@ -18,7 +18,7 @@ from common import divergences
 from common.head import add_mm, chunks, kernel, mm, operand, project, softcap_of
 from common.logprobs import LogProbs
 
-SLICES = 16  # without a compiler, parts of a chunk whose temporary results are alive at once
+SLICES, COMPILED_SLICES = 16, 8  # parts of a chunk whose temporary results are alive at the same time
 FP16_SCALE = 256.0  # gradients of logits are scaled by this in fp16, whose smallest number is 6e-8
 VALUES = ("divergence", "forward_kl", "reverse_kl", "student_logps", "teacher_logps", "entropy")
 
@@ -189,16 +189,17 @@ def _weighted(
 def _apply(
     target: Full | TopK, logits_nV: torch.Tensor, inputs: tuple, factor_n: torch.Tensor, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`_weighted` for a chunk, whose logits are used up. Without a compiler some rows at a time, in less memory."""
-    if target.compile:
-        return kernel(_weighted, True)(target.rule, logits_nV, inputs, target.options, factor_n, *how)
-    rows, dtype = -(-len(logits_nV) // SLICES) or 1, how[-1]
-    grad_nV = logits_nV if dtype == logits_nV.dtype else None if dtype is None else logits_nV.to(dtype)
+    """`_weighted` for a chunk, whose logits are used up; some rows at a time, in less memory."""
+    rows, dtype = -(-len(logits_nV) // (COMPILED_SLICES if target.compile else SLICES)) or 1, how[-1]
+    grad_nV = None
+    if dtype is not None:  # where it can, the gradient takes the place of the logits
+        grad_nV = logits_nV if dtype == logits_nV.dtype else torch.empty_like(logits_nV, dtype=dtype)
+    rule = kernel(_weighted, target.compile)
     values = []
     for start in range(0, max(1, len(logits_nV)), rows):
         part = slice(start, start + rows)
         cut = tuple(x[part] for x in inputs)
-        value, grad = _weighted(target.rule, logits_nV[part], cut, target.options, factor_n[part], *how)
+        value, grad = rule(target.rule, logits_nV[part], cut, target.options, factor_n[part], *how)
         values.append(value)
         if grad is not None:
             grad_nV[part] = grad

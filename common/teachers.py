@@ -100,8 +100,9 @@ class LocalTeacher:
         if max_new_tokens not in self._samplers:
             end_ids = models.end_token_ids(self.tokenizer, self.model)
             self._samplers[max_new_tokens] = rollout.Sampler(
-                [self.model], end_ids=end_ids, pad_id=end_ids[0], max_new_tokens=max_new_tokens, compile=self._compile
-            )
+                [self.model], end_ids=end_ids, pad_id=end_ids[0], max_new_tokens=max_new_tokens,
+                suppressed_ids=range(self.shared, self.vocabulary_size), compile=self._compile,
+            )  # fmt: skip
         batch = self._samplers[max_new_tokens].generate(
             prompts, group_size=1, temperature=temperature, seed=seed, prompt_numbers=numbers
         )
@@ -144,6 +145,25 @@ def agree(teacher: Any, tokenizer: PreTrainedTokenizerBase, student_size: int) -
             "template writes them, which may not be what it was trained on"
         )
     return teacher.shared
+
+
+def require_shared(sequences: Iterable[Sequence[int]], shared: int, what: str) -> None:
+    """Refuses token ids that one of the two does not have.
+
+    Args:
+        sequences: token ids.
+        shared: number of the first ids that both have.
+        what: where they come from, for the message.
+
+    Raises:
+        ValueError: one is not among the first `shared`.
+    """
+    highest = max((max(ids) for ids in sequences if ids), default=0)
+    if highest >= shared:
+        raise ValueError(
+            f"{what}: token id {highest} is not among the first {shared} ids, which student and teacher share; take "
+            "the special token that it stands for out of the data or of the chat template"
+        )
 
 
 def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:

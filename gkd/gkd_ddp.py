@@ -271,6 +271,7 @@ def main(cfg: Config) -> None:
     if cfg.eval_data and cfg.eval_every:
         held_out = data.load_examples(cfg.eval_data, tokenizer, split="test", need_answer=False, **reading)
         eval_examples = held_out[: cfg.eval_examples][rank::num_ranks]
+    teachers.require_shared([e.prompt_ids for e in (*train_examples, *eval_examples)], shared, "prompts")
     sampler = rollout.Sampler(
         [model], end_ids=models.end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id,
         max_new_tokens=cfg.max_new_tokens, min_new_tokens=cfg.min_new_tokens, top_p=cfg.top_p, top_k=cfg.top_k,
@@ -318,6 +319,7 @@ def main(cfg: Config) -> None:
                     batch = offpolicy.batch(prompts_P, ids, sampler.pad_id, sampler.end_ids, home)
                 else:
                     ids = offpolicy.answers(examples_P, tokenizer, cfg.max_new_tokens)
+                    teachers.require_shared(ids, shared, "answers")
                     batch = offpolicy.batch(prompts_P, ids, sampler.pad_id, sampler.end_ids, home)
 
             # 2. teacher: what it says of every completion token; meanwhile rewards, to be reported

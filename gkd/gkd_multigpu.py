@@ -268,6 +268,7 @@ def main(cfg: Config) -> None:
     if cfg.eval_data and cfg.eval_every:
         held_out = data.load_examples(cfg.eval_data, tokenizer, split="test", need_answer=False, **reading)
         eval_examples = held_out[: cfg.eval_examples]
+    teachers.require_shared([e.prompt_ids for e in (*train_examples, *eval_examples)], shared, "prompts")
     sampler = rollout.Sampler(
         replicas[1:] if gpus.rollout else replicas,
         end_ids=models.end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id,
@@ -326,6 +327,7 @@ def main(cfg: Config) -> None:
                     batch = offpolicy.batch(prompts_P, ids, sampler.pad_id, sampler.end_ids, home)
                 else:
                     ids = offpolicy.answers(examples_P, tokenizer, cfg.max_new_tokens)
+                    teachers.require_shared(ids, shared, "answers")
                     batch = offpolicy.batch(prompts_P, ids, sampler.pad_id, sampler.end_ids, home)
 
             ahead = begin(step + 1) if cfg.overlap and step < cfg.steps else None

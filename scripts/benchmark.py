@@ -1,13 +1,15 @@
-"""Speed of the training step as users run it: gspo/gspo.py on random weights of a known shape, on any card or the CPU.
+"""Speed of the training step as users run it, on random weights of a known shape, on any card or the CPU.
 
 Run:   python scripts/benchmark.py --setting decode update --out speed.json
        python scripts/benchmark.py --setting qwen0.5b-8x8 --new_tokens 512 -- --compile false   after "--": for gspo.py
        python scripts/benchmark.py --setting cpu-smollm2 --baseline generate     beside transformers' model.generate
        python scripts/benchmark.py --setting qwen0.5b-8x8 --peer trl             beside TRL's GRPOTrainer, if installed
+       python scripts/benchmark.py --setting gkd-0.5b-1.5b --peer trl trl_distillation      distillation: gkd/gkd.py
 
-A cycle is one step of gspo.py: rollout, scores, num_minibatches optimizer steps. Times are medians over the cycles
-after --warmup. When the last one is reported the process is ended, so that no checkpoint is written.
-  cycle, rollout, score, logprobs, update   seconds of metrics.jsonl: the sum of the phases, and the phases
+A cycle is one step of gspo/gspo.py, or of gkd/gkd.py where the setting has a teacher: rollout, scores or teacher,
+num_minibatches optimizer steps. Times are medians over the cycles after --warmup. When the last one is reported the
+process is ended, so that no checkpoint is written.
+  cycle, rollout, score, teacher, logprobs, update   seconds of metrics.jsonl: the sum of the phases, and the phases
   wall          seconds from line to line of that file, whatever happens between the phases; read every 20 ms
   decode/s      completion tokens / seconds of the rollout, the forward pass of the prompts included
   tokens/s      completion tokens / seconds of the cycle
@@ -17,9 +19,19 @@ after --warmup. When the last one is reported the process is ended, so that no c
   MFU           FLOPs / seconds of the update / peak FLOP/s, that of the card in bf16. A forward and backward pass over
                 T = prompt + completion tokens takes 6 * (parameters without embedding and head) * all tokens
                 + 6 * head parameters * completion tokens + 6 * layers * heads * head_dim * (sum of T^2 over the
-                sequences); what is computed a second time does not count
+                sequences); what is computed a second time does not count. With a teacher, whose head is applied in
+                the update, + 2 * parameters of that head * completion tokens
   length, GiB   mean tokens of a completion; peak memory allocated by tensors, after --warmup
   first, start  seconds of the first step (compiles, captures), and of the process before it
+and with a teacher, for one GPU and without offloading:
+  above resident   GiB less what stands there all the time: of every parameter of the student its weight, the fp32
+                master of a half-precision weight, and Adam's two states (gkd.py in bf16: 2 + 4 + 8 bytes; TRL with
+                fp32 weights: 4 + 8, with bf16 weights: 2 + 4), and every weight of the teacher (2 bytes in bf16).
+                What is left are gradients, activations, logits, the loss, keys and values, and the optimizer at work
+  loss GiB      peak during the forward passes of student and teacher and the backward pass of a cycle's completions,
+                less what was allocated when the first of them began, gradients not yet; largest of the cycles after
+                --warmup. Generation and the optimizer's step are left out. The same code measures both sides
+  at once       most tokens, prompts included, in one forward pass with gradient, which the last number grows with
 """
 
 import argparse
@@ -33,6 +45,7 @@ import operator
 import os
 import platform
 import random
+import runpy
 import shlex
 import shutil
 import signal
@@ -42,7 +55,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -62,7 +75,7 @@ from transformers import (
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from common import config, data, devices, models
+from common import config, data, devices, metrics, models, optim
 from common.config import require
 
 SPECIALS = ["<pad>", "<unk>", "<end>"]  # the last three ids; the others are the words w0, w1, ...
@@ -71,6 +84,7 @@ SHAPES = {  # model type, vocabulary, hidden, intermediate, layers, heads, key-v
     "qwen1.5b": ("qwen2", 151936, 1536, 8960, 28, 12, 2, 32768),
     "smollm2": ("llama", 49152, 576, 1536, 30, 9, 3, 8192),
     "tiny": ("qwen2", 512, 128, 256, 2, 4, 2, 4096),
+    "tiny-teacher": ("qwen2", 512, 192, 384, 3, 6, 2, 4096),
 }
 CARDS = {  # name as torch gives it: bytes per second, and dense bf16 FLOP/s, of the data sheet
     "NVIDIA H100 80GB HBM3": (3.35e12, 989e12),
@@ -82,12 +96,13 @@ CARDS = {  # name as torch gives it: bytes per second, and dense bf16 FLOP/s, of
     "NVIDIA GeForce RTX 4090": (1.008e12, 165e12),
     "NVIDIA A10G": (0.6e12, 70e12),
 }
-PEERS = {"trl": [], "trl_bf16": ["--bf16_weights"]}  # options of scripts/benchmark_trl.py
+# options of scripts/benchmark_trl.py, or with a teacher of scripts/benchmark_trl_gkd.py
+PEERS = {"trl": [], "trl_bf16": ["--bf16_weights"], "trl_distillation": ["--trainer", "distillation"]}
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is measured; every field is an option."""
+    """What is measured; every field is an option. kl_coef has no part in distillation."""
 
     model: str = "qwen0.5b"  # qwen0.5b, qwen1.5b, smollm2, tiny: random weights of that shape; toy: the built-in policy
     batch_size: int = 8  # prompts per cycle
@@ -102,12 +117,16 @@ class Setting:
     device: str = "auto"  # cuda, cpu, or auto
     dtype: str = "auto"  # bf16, fp16, fp32, or auto: bf16 on a GPU
     peer_sequences: int = 0  # sequences in one forward of the peer; 0: all of an optimizer step
+    teacher: str = ""  # shape of a teacher, with the vocabulary of the model, which is then the student of gkd.py
 
     def __post_init__(self):
         known, allowed = (*SHAPES, "toy"), ("natural",) if self.model == "toy" else ("fixed", "geometric")
         require(self.model in known, f"model = {self.model!r}", f"must be one of {known}", "choose one of these")
         require(self.lengths in allowed, f"model = {self.model!r}, lengths = {self.lengths!r}",
                 f"must be one of {allowed} for this model", "choose one of these")  # fmt: skip
+        fitting = [name for name in SHAPES if self.model in SHAPES and SHAPES[name][1] == SHAPES[self.model][1]]
+        require(not self.teacher or self.teacher in fitting, f"model = {self.model!r}, teacher = {self.teacher!r}",
+                f"must have the vocabulary of the student: one of {fitting}", "choose others")  # fmt: skip
         require(self.lengths != "geometric" or self.shortest < self.new_tokens < self.longest,
                 f"new_tokens = {self.new_tokens}", f"is the mean of lengths from {self.shortest} to {self.longest}",
                 "choose one between")  # fmt: skip
@@ -123,7 +142,12 @@ SETTINGS = {
     "cpu-toy": Setting("toy", 16, new_tokens=128, lengths="natural", kl_coef=0.0, device="cpu"),
     "cpu-smollm2": Setting("smollm2", 1, 8, 32, 32, num_minibatches=2, kl_coef=0.0, device="cpu"),
     "tiny": Setting("tiny", 2, 4, 8, 8, num_minibatches=2),
+    # 384 tokens of 151,936 fp32 logits are 0.23 GB, and GKDTrainer holds about 17 times as much per sequence
+    "gkd-0.5b-1.5b": Setting(batch_size=64, group_size=1, num_minibatches=1, peer_sequences=8, teacher="qwen1.5b"),
+    "gkd-tiny": Setting("tiny", 4, 2, 8, 8, num_minibatches=2, peer_sequences=2, teacher="tiny-teacher"),
 }
+WATCHED = "--run_watched"  # first argument of the process that measures the memory of a script
+LOSS = dict(loss="jsd", beta=0.5, lmbda=1.0)  # of the distillation; what stands after "--" wins
 
 
 # ---- models and prompts ----
@@ -219,6 +243,12 @@ class Shape:
     kv_width: int  # key-value heads * head_dim
     body: int  # parameters without embedding and head
     head: int  # parameters of the head, which may be those of the embedding
+    embedding: int = 0  # parameters of an embedding of its own
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return self.body + self.head + self.embedding
 
 
 def shape_of(name: str) -> Shape:
@@ -230,7 +260,8 @@ def shape_of(name: str) -> Shape:
     apart = {id(weight): weight.numel() for weight in (head, embedding)}  # one entry if they are tied
     head_dim = getattr(cfg, "head_dim", None) or cfg.hidden_size // cfg.num_attention_heads
     return Shape(cfg.num_hidden_layers, cfg.num_attention_heads * head_dim, cfg.num_key_value_heads * head_dim,
-                 model.num_parameters() - sum(apart.values()), head.numel())  # fmt: skip
+                 model.num_parameters() - sum(apart.values()), head.numel(),
+                 sum(apart.values()) - head.numel())  # fmt: skip
 
 
 def decode_bytes(
@@ -273,8 +304,39 @@ def update_flops(shape: Shape, sequences: int, prompt_tokens: float, new_tokens:
     return 6 * sequences * (weights + shape.layers * shape.attention_width * squares)
 
 
+def resident_bytes(student: int, teacher: int, weight_itemsize: int, state_itemsize: int, teacher_itemsize: int) -> int:
+    """Bytes of a distillation that are there all the time: weights, masters and Adam's states, not the gradients.
+
+    Args:
+        student: its parameters, all of which are trained.
+        teacher: its parameters.
+        weight_itemsize: bytes of a weight of the student.
+        state_itemsize: bytes of a number of the optimizer; a weight of fewer bytes has a master of that size.
+        teacher_itemsize: bytes of a weight of the teacher.
+    """
+    masters = state_itemsize if weight_itemsize < state_itemsize else 0
+    return student * (weight_itemsize + masters + 2 * state_itemsize) + teacher * teacher_itemsize
+
+
+def add_memory(numbers: dict[str, Any], resident: int) -> None:
+    """Adds what is above `resident` bytes to numbers that have "memory_gib"; None if that is not known.
+
+    Args:
+        numbers: of a side.
+        resident: from `resident_bytes`.
+    """
+    peak, numbers["resident_gib"] = numbers["memory_gib"], resident / devices.GIB
+    numbers["above_resident_gib"] = None if peak is None else peak - numbers["resident_gib"]
+
+
 def summarise(
-    lines: list[dict], setting: Setting, cfg: dict, shape: Shape, bandwidth: float | None, peak: float | None
+    lines: list[dict],
+    setting: Setting,
+    cfg: dict,
+    shape: Shape,
+    bandwidth: float | None,
+    peak: float | None,
+    teacher: Shape | None = None,
 ) -> dict[str, Any]:
     """The numbers of a run; None where one cannot be known.
 
@@ -285,6 +347,7 @@ def summarise(
         shape: of the model.
         bandwidth: of the memory, bytes per second, if known.
         peak: FLOP/s of the card, if known.
+        teacher: its shape, if there is one.
     """
     sequences = cfg["batch_size"] * cfg["group_size"]
     tokens = [sequences * line["completion_length"] for line in lines]
@@ -294,25 +357,135 @@ def summarise(
         numbers[name] = statistics.median(n / line[seconds] for n, line in zip(tokens, lines, strict=True))
     numbers["memory_gib"] = max((gib for line in lines for gib in line["memory_gib"]), default=None)
     numbers |= dict.fromkeys(("roofline_tokens_per_second", "roofline_share", "update_flops", "mfu"))
+    itemsize = models.pick_dtype(cfg["dtype"], pick_device(cfg["device"])).itemsize
     if bandwidth and setting.lengths == "fixed":
-        itemsize = models.pick_dtype(cfg["dtype"], pick_device(cfg["device"])).itemsize
         sizes = cfg["batch_size"], cfg["group_size"], setting.prompt_tokens, setting.new_tokens
         numbers["roofline_tokens_per_second"] = sequences * bandwidth / decode_bytes(shape, *sizes, itemsize)
         numbers["roofline_share"] = numbers["decode_tokens_per_second"] / numbers["roofline_tokens_per_second"]
     if setting.lengths != "natural":
         variance = (length - setting.shortest) ** 2 if setting.lengths == "geometric" else 0.0
-        flops = update_flops(shape, sequences, setting.prompt_tokens, length, variance) * cfg.get(
-            "gspo_epochs", cfg.get("grpo_epochs")
-        )
+        flops = update_flops(shape, sequences, setting.prompt_tokens, length, variance)
+        flops *= cfg.get("gspo_epochs", cfg.get("grpo_epochs", 1))  # distillation has none
+        if teacher:
+            flops += 2 * sequences * length * teacher.head
         numbers["update_flops"], numbers["mfu"] = flops, flops / numbers["seconds_update"] / peak if peak else None
+    if teacher:
+        add_memory(numbers, resident_bytes(shape.parameters, teacher.parameters, itemsize, 4, itemsize))
+        spread = any(len(line["memory_gib"]) > 1 for line in lines)  # the largest peak is then that of one GPU
+        numbers["above_resident_gib"] = None if spread else numbers["above_resident_gib"]
+        seen = [line["loss_memory_gib_max"] for line in lines if "loss_memory_gib_max" in line]
+        numbers["loss_memory_gib"] = max(seen, default=None)
+        in_step = -(-sequences // cfg["num_minibatches"])
+        fitting = max(1, cfg["micro_batch_tokens"] // (setting.prompt_tokens + setting.new_tokens))
+        numbers["forward_tokens"] = forward_tokens(setting, min(in_step, fitting))
     return numbers
+
+
+def forward_tokens(setting: Setting, sequences: int) -> int | None:
+    """Tokens of so many sequences, if their length is known."""
+    return sequences * (setting.prompt_tokens + setting.new_tokens) if setting.lengths == "fixed" else None
+
+
+# ---- memory of the loss ----
+
+
+class LossMemory:
+    """Peak during forward and backward passes above what was allocated before them; word for word in both scripts.
+
+    Attributes:
+        source: what has torch.cuda's functions; its current device counts.
+        highest: peak since `overall` was last called, in bytes, as far as the counter below has been reset.
+    """
+
+    def __init__(self, source: Any = torch.cuda):
+        self.source, self.highest, self._before, self._peak = source, 0, None, 0
+
+    def open(self) -> None:
+        """From here on passes are made; what was allocated at the first call since `take` counts as before them."""
+        self.highest = max(self.highest, self.source.max_memory_allocated())
+        self.source.reset_peak_memory_stats()
+        if self._before is None:
+            self._before = self.source.memory_allocated()
+
+    def close(self) -> None:
+        """Up to here passes were made; there may be more after another `open`."""
+        self._peak = max(self._peak, self.source.max_memory_allocated())
+
+    def take(self) -> float:
+        """GiB between the first `open` and the last `close`, above what was allocated before."""
+        gib = (self._peak - self._before) / 2**30
+        self._before, self._peak = None, 0
+        return gib
+
+    def overall(self) -> float:
+        """Peak in GiB since the last call, whatever was made."""
+        gib = max(self.highest, self.source.max_memory_allocated()) / 2**30
+        self.highest = 0
+        self.source.reset_peak_memory_stats()
+        return gib
+
+
+@contextlib.contextmanager
+def watching(memory: LossMemory) -> Iterator[None]:
+    """Has a script of gkd/ write "loss_memory_gib_max" into its lines, if it runs on one GPU.
+
+    The passes are those of the phases "teacher" and "update", without `AdamW.step`. Peak memory is reported as before,
+    though the counter is reset in between.
+
+    Args:
+        memory: of the GPU.
+    """
+    timed, step, peaks, inside = metrics.Log.time, optim.AdamW.step, devices.peak_memory_gib, False
+
+    @contextlib.contextmanager
+    def time_phase(log: metrics.Log, phase: str) -> Iterator[None]:
+        nonlocal inside
+        inside = phase in ("teacher", "update") and [gpu.type for gpu in log.gpus] == ["cuda"]
+        if inside:
+            memory.open()
+        with timed(log, phase):
+            yield
+        if inside and phase == "teacher":
+            memory.close()
+        elif inside:
+            log.add(loss_memory_gib_max=memory.take())
+        inside = False
+
+    def take_step(optimizer: optim.AdamW, *arguments: Any) -> torch.Tensor:
+        if inside:
+            memory.close()
+        norm = step(optimizer, *arguments)
+        if inside:
+            memory.open()  # for the passes of the next minibatch
+        return norm
+
+    def peak_memory_gib(gpus: list[torch.device]) -> list[float]:
+        return [round(memory.overall(), 3)] if [gpu.type for gpu in gpus] == ["cuda"] else peaks(gpus)
+
+    metrics.Log.time, optim.AdamW.step, devices.peak_memory_gib = time_phase, take_step, peak_memory_gib
+    try:
+        yield
+    finally:
+        metrics.Log.time, optim.AdamW.step, devices.peak_memory_gib = timed, step, peaks
+
+
+def run_watched(script: str, arguments: list[str]) -> None:
+    """Runs a script of gkd/ as if it had been called itself, `watching` its memory.
+
+    Args:
+        script: path.
+        arguments: its command line.
+    """
+    sys.argv = [script, *arguments]
+    with watching(LossMemory()):
+        runpy.run_path(script, run_name="__main__")
 
 
 # ---- running ----
 
 
 def pick_device(device: str) -> torch.device:
-    """The device that gspo.py takes."""
+    """The device that the scripts take."""
     return torch.device("cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu")
 
 
@@ -344,7 +517,7 @@ def read_steps(out_dir: Path) -> list[dict]:
     path = out_dir / "metrics.jsonl"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return [line for line in lines if "reward" in line]  # those of evaluations have none
+    return [line for line in lines if "seconds" in line]  # those of evaluations have none
 
 
 def measure(name: str, setting: Setting, args: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
@@ -353,24 +526,32 @@ def measure(name: str, setting: Setting, args: argparse.Namespace, extra: list[s
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=Path(args.work_dir) / "runs"))
     shortest, longest = {"fixed": (setting.new_tokens,) * 2, "geometric": (setting.shortest, setting.longest),
                          "natural": (0, setting.new_tokens)}[setting.lengths]  # fmt: skip
-    policy, prompts = "toy", "toy"
+    policy, prompts, teacher, script = "toy", "toy", "", args.script or str(ROOT / "gspo" / "gspo.py")
     if setting.lengths != "natural":
         vocabulary = SHAPES[setting.model][1]
         num_ends = round(vocabulary / (setting.new_tokens - shortest)) if setting.lengths == "geometric" else 1
         policy, prompts = str(make_model(setting.model, num_ends, Path(args.work_dir))), str(folder / "prompts.jsonl")
         write_prompts(Path(prompts), setting.batch_size * (args.steps + 1), setting.prompt_tokens, vocabulary)
-    options = dict(
-        policy_model=policy, train_data=prompts, eval_data="", out_dir=folder / "run", resume="none",
+    if setting.teacher:
+        teacher = str(make_model(setting.teacher, 1, Path(args.work_dir)))
+        script = args.script or str(ROOT / "gkd" / "gkd.py")
+    own = dict(student_model=policy, teacher_model=teacher) if teacher else dict(policy_model=policy)
+    options = own | dict(
+        train_data=prompts, eval_data="", out_dir=folder / "run", resume="none",
         steps=args.steps + 1, save_every=args.steps + 1, eval_every=0, sample_every=0,  # ended before it would save
         batch_size=setting.batch_size, group_size=setting.group_size, num_minibatches=setting.num_minibatches,
         max_prompt_tokens=max(512, setting.prompt_tokens), max_new_tokens=longest, min_new_tokens=shortest,
-        kl_coef=setting.kl_coef, learning_rate=1e-6, device=setting.device, dtype=setting.dtype,
+        learning_rate=1e-6, device=setting.device, dtype=setting.dtype,
     )  # fmt: skip
+    if not teacher:
+        options["kl_coef"] = setting.kl_coef
     twice = [text for text in extra if text.lstrip("-").partition("=")[0].replace("-", "_") in options]
     require(not twice, f"{' '.join(twice)} after --", "benchmark.py sets it", "use the options before --")
     if args.embedder:
         options["similarity_model"] = make_embedder(Path(args.work_dir))
-    command = [sys.executable, str(Path(args.script).resolve()), *as_options(options), *extra]
+    watched = [str(Path(__file__).resolve()), WATCHED] if teacher else []
+    rest = [*as_options(LOSS), *extra] if teacher else extra
+    command = [sys.executable, *watched, str(Path(script).resolve()), *as_options(options), *rest]
     arrivals: list[float] = []
 
     def done() -> bool:
@@ -381,24 +562,33 @@ def measure(name: str, setting: Setting, args: argparse.Namespace, extra: list[s
     run(command, folder, done, args.timeout)
     lines, cfg = read_steps(folder / "run")[: args.steps], json.loads((folder / "run" / "config.json").read_text())
     shape, (bandwidth, peak) = shape_of(policy), CARDS.get(card(setting.device), (None, None))
-    numbers = summarise(lines[args.warmup :], setting, cfg, shape, args.bandwidth or bandwidth, args.flops or peak)
+    other = shape_of(teacher) if teacher else None
+    rates = args.bandwidth or bandwidth, args.flops or peak
+    numbers = summarise(lines[args.warmup :], setting, cfg, shape, *rates, other)
     ends = arrivals[args.warmup - 1 : args.steps]
     numbers["seconds_wall"] = statistics.median(map(operator.sub, ends[1:], ends))
     numbers["seconds_first_step"] = lines[0]["seconds"]
     numbers["seconds_start"] = arrivals[0] - began - lines[0]["seconds"]
     result = {"command": shlex.join(command), "config": cfg, "shape": vars(shape), "numbers": numbers, "lines": lines}
+    result |= {"teacher_shape": vars(other)} if other else {}
     if args.baseline:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # the memory it takes ends with it
             result["generate"] = attempt(pool.submit(time_generate, cfg, prompts, shortest).result)
     for peer in args.peer:
         result[peer] = attempt(run_peer, peer, setting, cfg, shortest, args, folder)
+        if teacher and "error" not in result[peer]:
+            width = getattr(torch, result[peer]["fields"]["model_init_kwargs"]["dtype"]).itemsize
+            theirs = getattr(torch, result[peer]["fields"]["teacher_model_init_kwargs"]["dtype"]).itemsize
+            add_memory(result[peer], resident_bytes(shape.parameters, other.parameters, width, width, theirs))
+            at_once = result[peer]["fields"]["per_device_train_batch_size"]
+            result[peer]["forward_tokens"] = forward_tokens(setting, at_once)
     return result
 
 
 def time_generate(cfg: dict, prompts: str, min_new_tokens: int) -> dict[str, float]:
-    """Completion tokens per second of transformers' model.generate on one batch, sampling as gspo.py does."""
+    """Completion tokens per second of transformers' model.generate on one batch, sampling as our script does."""
     device = pick_device(cfg["device"])
-    tokenizer, model = models.load_policy(cfg["policy_model"], device, cfg["dtype"])
+    tokenizer, model = models.load_policy(cfg.get("student_model") or cfg["policy_model"], device, cfg["dtype"])
     examples = data.load_examples(prompts, tokenizer, cfg["max_prompt_tokens"])[: cfg["batch_size"]]
     padded = tokenizer.pad({"input_ids": [example.prompt_ids for example in examples]}, return_tensors="pt").to(device)
     inputs = {name: padded[name].repeat_interleave(cfg["group_size"], 0) for name in ("input_ids", "attention_mask")}
@@ -420,19 +610,37 @@ def time_generate(cfg: dict, prompts: str, min_new_tokens: int) -> dict[str, flo
 def run_peer(
     peer: str, setting: Setting, cfg: dict, min_new_tokens: int, args: argparse.Namespace, folder: Path
 ) -> dict[str, Any]:
-    """Medians of scripts/benchmark_trl.py on the model, the prompts, the numbers and the cycles of a run."""
-    names = ("policy_model", "train_data", "batch_size", "group_size", "num_minibatches", "max_new_tokens", "kl_coef",
-             "device", "dtype")  # fmt: skip
+    """Medians of the peer's script on the models, the prompts, the numbers and the cycles of a run.
+
+    Of memory, where it is measured by cycle, the largest, as on our side.
+
+    Raises:
+        ValueError: our side was told to do what the peer cannot.
+    """
+    script, own = "benchmark_trl.py", ("policy_model", "kl_coef")
+    if setting.teacher:
+        script, own = "benchmark_trl_gkd.py", ("student_model", "teacher_model")
+        betas = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": cfg["beta"]}
+        given = {name: cfg[name] for name in ("loss", "lmbda", "temperature", "loss_temperature")}
+        same = given["loss"] in betas and given["lmbda"] == given["temperature"] == given["loss_temperature"] == 1
+        require(same, ", ".join(f"{name} = {value!r}" for name, value in given.items()), f"the peer is measured with "
+                f"the losses {tuple(betas)}, on-policy, at temperature 1", "leave out --peer")  # fmt: skip
+    names = (*own, "train_data", "batch_size", "group_size", "num_minibatches", "max_new_tokens", "device", "dtype")
     out = folder / f"{peer}.json"
     options = {name: cfg[name] for name in names} | dict(min_new_tokens=min_new_tokens, cycles=args.steps, out=out)
     options |= {"sequences": setting.peer_sequences, "arguments": args.peer_arguments}
-    command = [sys.executable, str(ROOT / "scripts" / "benchmark_trl.py"), *as_options(options), *PEERS[peer]]
+    if setting.teacher:
+        options["beta"] = betas[cfg["loss"]]
+    command = [sys.executable, str(ROOT / "scripts" / script), *as_options(options), *PEERS[peer]]
     (folder / peer).mkdir()
     one_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # TRL refuses to see several
     run(command, folder / peer, out.exists, args.timeout, CUDA_VISIBLE_DEVICES=one_gpu)
     measured = json.loads(out.read_text())
     for name in ("seconds", "seconds_rollout", "completion_length"):
         measured[name] = statistics.median(measured[name][args.warmup :])
+    for name in {"memory_gib", "loss_memory_gib"} & measured.keys():
+        if isinstance(measured[name], list):  # one per cycle
+            measured[name] = max(measured[name][args.warmup :])
     return {"command": shlex.join(command), **measured}
 
 
@@ -484,14 +692,20 @@ def shown(value: float | None, form: str = ".3g") -> str:
 
 
 def report(results: list[dict]) -> str:
-    """The numbers, and below them the comparisons, as Markdown tables."""
-    phases = {phase: f"seconds_{phase}" for phase in ("wall", "rollout", "score", "similarity", "logprobs", "update")}
+    """The numbers, and below them the comparisons, as Markdown tables; with a teacher they have columns more."""
+    taught = any(result["setting"]["teacher"] for result in results)
+    names = ("wall", "rollout", "score", *["teacher"] * taught, "similarity", "logprobs", "update")
+    phases = {phase: f"seconds_{phase}" for phase in names}
+    memory = {"GiB": "memory_gib"}
+    if taught:
+        memory |= {"above resident": "above_resident_gib", "loss GiB": "loss_memory_gib", "at once": "forward_tokens"}
     columns = {"cycle": "seconds", **phases, "decode/s": "decode_tokens_per_second", "roofline": "roofline_share",
-               "tokens/s": "tokens_per_second", "MFU": "mfu", "length": "completion_length", "GiB": "memory_gib",
+               "tokens/s": "tokens_per_second", "MFU": "mfu", "length": "completion_length", **memory,
                "first": "seconds_first_step", "start": "seconds_start"}  # fmt: skip
-    forms = {"decode/s": ",.0f", "tokens/s": ",.0f", "roofline": ".1%", "MFU": ".1%"}
+    forms = {"decode/s": ",.0f", "tokens/s": ",.0f", "roofline": ".1%", "MFU": ".1%", "at once": ",.0f"}
     rows = [["setting", *columns]]
-    compared = [["setting", "beside", "cycle", "rollout", "decode/s", "length", "GiB", "gspo.py is faster"]]
+    compared = [["setting", "beside", "cycle", "rollout", "decode/s", "length", *memory, "ours is faster"]]
+    compared[0] += ["its loss GiB / ours"] * taught
     for result in results:
         ours = result.get("numbers", {})
         values = [shown(ours.get(key), forms.get(title, ".3g")) for title, key in columns.items()]
@@ -505,8 +719,11 @@ def report(results: list[dict]) -> str:
                 times = f"{ratio:.2f} x" + (" (cycle, wall)" if per_cycle else " (decode/s)")
             values = [shown(their.get(key)) for key in ("seconds", "seconds_rollout")]
             values += [shown(their.get("tokens_per_second"), ",.0f")]
-            values += [shown(their.get(key)) for key in ("completion_length", "memory_gib")]
-            compared.append([result["name"], other, *values, times])
+            values += [shown(their.get("completion_length"))]
+            values += [shown(their.get(key), forms.get(title, ".3g")) for title, key in memory.items()]
+            lost, kept = their.get("loss_memory_gib"), ours.get("loss_memory_gib")
+            less = [f"{lost / kept:.2f} x" if lost and kept else "-"] * taught
+            compared.append([result["name"], other, *values, times, *less])
     tables = [[table[0], ["---"] * len(table[0]), *table[1:]] for table in (rows, compared) if len(table) > 1]
     return "\n\n".join("\n".join(f"| {' | '.join(row)} |" for row in table) for table in tables)
 
@@ -523,12 +740,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Setting], list
     add("--warmup", type=int, default=2, help="cycles left out, from the first (default: %(default)s)")
     add("--out", default="", help="JSON file for everything measured; written anew after each setting")
     add("--baseline", choices=["generate"], help="also time transformers' model.generate")
-    add("--peer", nargs="+", default=[], choices=PEERS, help="also time TRL's GRPOTrainer: trl keeps fp32 weights "
-        "under bf16 autocast, its default; trl_bf16 has weights and optimizer states in bf16")  # fmt: skip
-    add("--peer_arguments", default="{}", help="JSON of GRPOConfig fields that win over those of benchmark_trl.py")
+    add("--peer", nargs="+", default=[], choices=PEERS, help="also time TRL's GRPOTrainer, or with a teacher its "
+        "GKDTrainer: trl keeps fp32 weights under bf16 autocast, its default; trl_bf16 has weights and optimizer "
+        "states in bf16; trl_distillation is its DistillationTrainer, with fp32 weights")  # fmt: skip
+    add("--peer_arguments", default="{}", help="JSON of GRPOConfig (GKDConfig, DistillationConfig) fields that win")
     add("--bandwidth", type=float, help="of the memory, bytes per second; for a card that is not in the script")
     add("--flops", type=float, help="peak FLOP/s in the dtype used; likewise")
-    add("--script", default=str(ROOT / "gspo" / "gspo.py"), help="script to measure (default: gspo/gspo.py)")
+    add("--script", default="", help="script to measure (default: gspo/gspo.py, with a teacher gkd/gkd.py)")
     add(
         "--embedder", choices=["bge-m3"], help="embedding model of grpo/similarity_grpo.py: random weights of the shape"
     )
@@ -550,6 +768,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Setting], list
         require(
             not toys, f"peer = {args.peer}", f"is not run on the built-in policy of {toys}", "leave one of them out"
         )
+        untaught = [name for name, setting in settings.items() if not setting.teacher]
+        require("trl_distillation" not in args.peer or not untaught, f"peer = {args.peer}", f"trl_distillation needs a "
+                f"teacher, which {untaught} have not", "leave one of them out, or set --teacher")  # fmt: skip
     except ValueError as error:
         parser.error(str(error))
     return args, settings, extra
@@ -558,6 +779,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Setting], list
 def main(argv: list[str] | None = None) -> int:
     """Measures every setting and prints the tables; returns 1 if anything failed."""
     argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == [WATCHED]:  # from `measure`, in a process of its own
+        run_watched(argv[1], argv[2:])
+        return 0
     args, settings, extra = parse(argv)
     command, results = shlex.join(["python", "scripts/benchmark.py", *argv]), []
     written = {"command": command, "machine": machine(), "settings": results}

@@ -1,6 +1,8 @@
 """scripts/benchmark.py: formulas against counting by hand, models and lengths, what it writes, how it fails."""
 
+import dataclasses
 import importlib.util
+import inspect
 import itertools
 import json
 import statistics
@@ -14,7 +16,7 @@ from conftest import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from common import data, models
+from common import data, devices, metrics, models, optim
 
 
 def load_script(name: str):
@@ -94,8 +96,17 @@ def test_an_untied_embedding_is_neither_body_nor_head(tmp_path):
         Qwen2Config(**sizes, num_key_value_heads=1, tie_word_embeddings=tied).save_pretrained(tmp_path / str(tied))
         shape = benchmark.shape_of(str(tmp_path / str(tied)))
         bodies.append(shape.body)
-        assert shape.head == 88
+        assert shape.head == 88 and shape.embedding == (0 if tied else 88)
+        assert shape.parameters == shape.body + (1 if tied else 2) * 88
     assert bodies[0] == bodies[1]
+
+
+def test_resident_bytes_count_what_stands_on_the_gpu_all_the_time():
+    weights, master, states = 2, 4, 2 * 4
+    assert benchmark.resident_bytes(10, 7, 2, 4, 2) == 10 * (weights + master + states) + 7 * 2  # gkd.py in bf16
+    assert benchmark.resident_bytes(10, 7, 4, 4, 4) == 10 * (4 + states) + 7 * 4  # in fp32 the weights are the masters
+    assert benchmark.resident_bytes(10, 7, 4, 4, 2) == 10 * (4 + states) + 7 * 2  # TRL
+    assert benchmark.resident_bytes(10, 7, 2, 2, 2) == 10 * (2 + 2 * 2) + 7 * 2  # TRL with bf16 weights
 
 
 # ---- numbers of a run ----
@@ -129,6 +140,106 @@ def test_what_cannot_be_known_is_none():
     numbers = benchmark.summarise([line(1, 1.0, 1.0)], mixed, CFG, SMALL, 1e6, 1e6)
     assert numbers["roofline_share"] is None
     assert numbers["update_flops"] == benchmark.update_flops(SMALL, 8, 5, 10, variance=4.0)
+
+
+GKD = {"batch_size": 6, "group_size": 1, "num_minibatches": 2, "micro_batch_tokens": 40, "dtype": "bf16",
+       "device": "cpu"}  # fmt: skip
+TEACHER = benchmark.Shape(layers=3, attention_width=8, kv_width=4, body=200, head=50)
+
+
+def test_memory_above_what_is_resident():
+    gib = 2**30
+    lines = [line(1, 1.0, 1.0, memory_gib=[3.0], loss_memory_gib_max=0.5),
+             line(2, 1.0, 1.0, memory_gib=[4.0], loss_memory_gib_max=0.25)]  # fmt: skip
+    setting = benchmark.Setting("tiny", 6, 1, 5, 10, teacher="tiny-teacher")
+    large = [dataclasses.replace(shape, body=gib // 14 * factor) for shape, factor in ((SMALL, 1), (TEACHER, 7))]
+    numbers = benchmark.summarise(lines, setting, GKD, large[0], None, None, large[1])
+    resident = 14 * (gib // 14 + 30) + 2 * (gib // 14 * 7 + 50)
+    assert numbers["resident_gib"] == resident / gib == pytest.approx(2, abs=1e-6)
+    assert numbers["above_resident_gib"] == 4.0 - resident / gib
+    assert numbers["loss_memory_gib"] == 0.5
+    assert numbers["forward_tokens"] == 2 * 15  # of 40 that may be at once; a minibatch has 3
+    spread = [line(1, 1.0, 1.0, memory_gib=[3.0, 4.0])]  # over two GPUs: one peak does not tell of the other
+    numbers = benchmark.summarise(spread, setting, {**GKD, "micro_batch_tokens": 100}, SMALL, None, None, TEACHER)
+    assert numbers["above_resident_gib"] is None and numbers["loss_memory_gib"] is None
+    assert numbers["forward_tokens"] == 3 * 15
+
+
+def test_the_head_of_the_teacher_counts_in_the_update():
+    setting = benchmark.Setting("tiny", 6, 1, 5, 10, teacher="tiny-teacher")
+    numbers = benchmark.summarise([line(1, 1.0, 2.0)], setting, GKD, SMALL, None, 1e6, TEACHER)
+    assert numbers["update_flops"] == benchmark.update_flops(SMALL, 6, 5, 10) + 2 * 50 * 60
+    assert numbers["mfu"] == numbers["update_flops"] / 2.0 / 1e6
+
+
+# ---- memory of the loss ----
+
+
+class FakeMemory:
+    """Counts as torch.cuda does, in bytes."""
+
+    def __init__(self):
+        self.now = self.peak = 0
+
+    def use(self, gib: float) -> None:
+        self.now = int(gib * 2**30)
+        self.peak = max(self.peak, self.now)
+
+    def memory_allocated(self) -> int:
+        return self.now
+
+    def max_memory_allocated(self) -> int:
+        return self.peak
+
+    def reset_peak_memory_stats(self) -> None:
+        self.peak = self.now
+
+
+def steps(fake: FakeMemory, *gibs: float) -> None:
+    for gib in gibs:
+        fake.use(gib)
+
+
+def test_loss_memory_is_the_peak_of_the_passes_above_what_was_there_before():
+    fake = FakeMemory()
+    memory = benchmark.LossMemory(fake)
+    steps(fake, 9, 2)  # generation
+    memory.open()
+    steps(fake, 5, 3)  # 1 of gradients stays
+    memory.close()
+    steps(fake, 8, 3)  # generation of the next part
+    memory.open()
+    steps(fake, 6, 3)
+    memory.close()
+    steps(fake, 10, 2)  # optimizer
+    assert memory.take() == 6 - 2
+    assert memory.overall() == 10 and memory.overall() == 2
+    memory.open()
+    steps(fake, 4, 2)
+    memory.close()
+    assert memory.take() == 2 and memory.overall() == 4
+
+
+def test_a_script_is_watched_from_the_teacher_to_the_optimizer(monkeypatch):
+    fake, gpu = FakeMemory(), [torch.device("cuda", 0)]
+    monkeypatch.setattr(devices, "synchronize", lambda gpus: None)
+    monkeypatch.setattr(optim.AdamW, "step", lambda optimizer, norm: steps(fake, 20, 4) or norm)
+    own = metrics.Log.time, optim.AdamW.step, devices.peak_memory_gib
+    log, optimizer = object.__new__(metrics.Log), object.__new__(optim.AdamW)
+    with benchmark.watching(benchmark.LossMemory(fake)):
+        for log.gpus, found in ((gpu, {"loss_memory_gib_max": [9 - 4.0]}), ([torch.device("cpu")], {})):
+            log._sums, log._weights, log._max = {}, {}, {}
+            with log.time("rollout"):
+                steps(fake, 30, 4)
+            with log.time("teacher"):
+                steps(fake, 7, 5)
+            with log.time("update"):
+                for _ in range(2):
+                    steps(fake, 9, 6)
+                    assert optimizer.step(1.0) == 1.0
+            assert log._max == found and log._sums.keys() == {f"seconds_{x}" for x in ("rollout", "teacher", "update")}
+            assert devices.peak_memory_gib(log.gpus) == ([30.0] if found else [])
+    assert own == (metrics.Log.time, optim.AdamW.step, devices.peak_memory_gib)
 
 
 # ---- models and prompts ----
@@ -190,6 +301,55 @@ def test_a_tiny_run_from_end_to_end(work_dir, tmp_path, monkeypatch, capsys):
     assert not list(Path(result["config"]["out_dir"]).glob("checkpoint-*"))
     printed = capsys.readouterr().out
     assert "| tiny | " in printed and "| tiny | generate | " in printed
+
+
+PEER_OF_GKD = """
+import json, pathlib, sys
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+assert options["--beta"] == "0.25" and options["--sequences"] == "2", options
+assert "tiny-teacher" in options["--teacher_model"] and options.get("--trainer") == "distillation", options
+cycles = [9.0, 5.0, 7.0][: int(options["--cycles"])]
+fields = {"model_init_kwargs": {"dtype": "float32"}, "teacher_model_init_kwargs": {"dtype": "bfloat16"},
+          "per_device_train_batch_size": 2}
+measured = {"seconds": cycles, "seconds_rollout": cycles, "completion_length": cycles, "memory_gib": cycles,
+            "loss_memory_gib": cycles, "fields": fields}
+pathlib.Path(options["--out"]).write_text(json.dumps(measured))
+"""
+
+
+def test_distillation_from_end_to_end_beside_a_peer(work_dir, tmp_path, monkeypatch, capsys):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "benchmark_trl_gkd.py").write_text(PEER_OF_GKD)
+    monkeypatch.setattr(benchmark, "ROOT", tmp_path)
+    monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    argv = ["--setting", "gkd-tiny", "--device", "cpu", "--steps", "3", "--warmup", "1", "--peer", "trl_distillation"]
+    argv += ["--script", str(ROOT / "gkd" / "gkd.py"), "--out", str(tmp_path / "speed.json"), "--flops", "1e11"]
+    assert benchmark.main([*argv, "--work_dir", str(work_dir), "--", "--beta", "0.25"]) == 0
+    (result,) = json.loads((tmp_path / "speed.json").read_text())["settings"]
+    cfg = result["config"]
+    assert "gkd.py" in result["command"] and (cfg["loss"], cfg["beta"], cfg["lmbda"]) == ("jsd", 0.25, 1.0)
+    assert "tiny-teacher" in cfg["teacher_model"] and "kl_coef" not in cfg
+    assert [line["completion_length"] for line in result["lines"]] == [8.0] * 3
+    numbers, peer = result["numbers"], result["trl_distillation"]
+    assert all(numbers[f"seconds_{name}"] > 0 for name in ("rollout", "teacher", "update", "wall"))
+    assert numbers["mfu"] > 0 and numbers["above_resident_gib"] is None and numbers["forward_tokens"] == 4 * 16
+    assert peer["seconds"] == 6.0 and peer["loss_memory_gib"] == 7.0 and peer["forward_tokens"] == 32
+    student, teacher = (sum(result[name][part] for part in ("body", "head")) for name in ("shape", "teacher_shape"))
+    assert peer["above_resident_gib"] == pytest.approx(7 - (12 * student + 2 * teacher) / 2**30)
+    printed = capsys.readouterr().out
+    assert "| teacher |" in printed and "| gkd-tiny | trl_distillation | 6 | 6 | - | 6 | 7 | " in printed
+
+
+def test_the_table_says_how_much_less_memory_the_loss_takes():
+    numbers = {"seconds_wall": 2.0, "memory_gib": 20.0, "loss_memory_gib": 4.0, "above_resident_gib": 8.0}
+    peer = {"seconds": 6.0, "memory_gib": 50.0, "loss_memory_gib": 30.0, "above_resident_gib": 33.0}
+    peer["forward_tokens"] = 3072
+    row = {"name": "gkd", "setting": {"teacher": "qwen1.5b"}, "numbers": numbers, "trl": peer}
+    row["trl_bf16"] = {"error": "out of memory"}
+    printed = benchmark.report([row])
+    assert "| gkd | trl | 6 | - | - | - | 50 | 33 | 30 | 3,072 | 3.00 x (cycle, wall) | 7.50 x |" in printed
+    assert "| gkd | trl_bf16 | - | - | - | - | - | - | - | - | failed | - |" in printed
 
 
 STUB = """
@@ -280,6 +440,7 @@ def test_peers_are_measured_over_the_same_cycles(stub, work_dir, tmp_path, capsy
             ["--lengths", "geometric", "--new_tokens", "2000"],
             "new_tokens = 2000: is the mean of lengths from 8 to 1024",
         ),
+        (["--teacher", "smollm2"], "teacher = 'smollm2': must have the vocabulary of the student: one of ['tiny',"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_runs(monkeypatch, capsys, argv, message):
@@ -287,6 +448,20 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(monkeypatch, ca
     with pytest.raises(SystemExit) as stopped:
         benchmark.main(["--setting", "tiny", *argv])
     assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_peer_that_distils_is_refused_without_a_teacher(monkeypatch, capsys):
+    monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(SystemExit):
+        benchmark.main(["--setting", "tiny", "gkd-tiny", "--peer", "trl_distillation"])
+    assert "trl_distillation needs a teacher, which ['tiny'] have not" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("other", [{"loss": "opd"}, {"lmbda": 0.5}, {"temperature": 0.9}, {"loss_temperature": 2.0}])
+def test_a_peer_that_cannot_do_the_same_is_refused(tmp_path, other):
+    cfg = {"loss": "jsd", "beta": 0.5, "lmbda": 1.0, "temperature": 1.0, "loss_temperature": 1.0} | other
+    with pytest.raises(ValueError, match="on-policy, at temperature 1; leave out --peer"):
+        benchmark.run_peer("trl", benchmark.SETTINGS["gkd-tiny"], cfg, 8, None, tmp_path)
 
 
 def test_an_option_that_the_benchmark_sets_is_refused_after_the_dashes(stub, work_dir, tmp_path):
@@ -321,3 +496,43 @@ def test_trl_cycles_are_timed(work_dir, tmp_path):
     options["sequences"] = 3
     with pytest.raises(ValueError, match="divide one another"):
         benchmark_trl.main(benchmark.as_options(options))
+
+
+# ---- benchmark_trl_gkd.py ----
+
+
+def test_a_missing_trl_is_named_for_distillation_too(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(ImportError, match=r"benchmark_trl_gkd\.py measures the package trl: pip install trl"):
+        load_script("benchmark_trl_gkd")
+
+
+def test_both_scripts_measure_memory_with_the_same_code():
+    text = (ROOT / "scripts" / "benchmark_trl_gkd.py").read_text()
+    assert inspect.getsource(benchmark.LossMemory) in text
+
+
+@pytest.mark.parametrize("trainer", ["gkd", "distillation"])
+def test_trl_distils_in_cycles_of_the_same_work(work_dir, tmp_path, monkeypatch, trainer):
+    pytest.importorskip("trl")
+    script = load_script("benchmark_trl_gkd")
+    seen = []
+    for name in ("open", "close", "take", "overall"):
+        method = getattr(script.LossMemory, name)
+        monkeypatch.setattr(script.LossMemory, name, lambda memory, name=name, method=method: (
+            seen.append(name), method(memory))[1])  # fmt: skip
+    student, teacher = (benchmark.make_model(name, 1, work_dir) for name in ("tiny", "tiny-teacher"))
+    benchmark.write_prompts(tmp_path / "prompts.jsonl", 8, 6, 512)
+    options = dict(student_model=student, teacher_model=teacher, train_data=tmp_path / "prompts.jsonl",
+                   out=tmp_path / "trl.json", trainer=trainer, cycles=3, batch_size=4, group_size=2, num_minibatches=2,
+                   sequences=2, max_new_tokens=5, min_new_tokens=5, device="cpu")  # fmt: skip
+    script.main(benchmark.as_options(options))
+    measured = json.loads((tmp_path / "trl.json").read_text())
+    assert len(measured["seconds"]) == len(measured["seconds_rollout"]) == 3
+    assert all(0 < part < whole for part, whole in zip(measured["seconds_rollout"], measured["seconds"], strict=True))
+    assert measured["completion_length"] == [5.0] * 3 and measured["loss_memory_gib"] is None
+    step = ["open", "close"] * 2 + ["take"]  # two forward passes in each of two optimizer steps
+    assert seen == [*step, *step, "overall"] * 3
+    options["sequences"] = 3
+    with pytest.raises(ValueError, match="divide one another"):
+        script.main(benchmark.as_options(options))

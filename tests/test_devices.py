@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common import devices
-from common.devices import layout, layout_of_rank
+from common.devices import DistillationLayout, distillation_layout, distillation_layout_of_rank, layout, layout_of_rank
 
 CPU = torch.device("cpu")
 
@@ -148,6 +148,89 @@ def test_a_reference_gpu_that_is_not_there_is_an_error(visible, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"need 3 GPUs, 2 visible"):
         layout_of_rank(2, None)
+
+
+# --- distillation ---
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_ids_of_a_distillation_become_devices(visible, device):
+    visible(5)
+    gpus = distillation_layout((1, 0), (2,), (3, 4, 0), device)
+    assert gpus == DistillationLayout((gpu(1), gpu(0)), (gpu(2),), (gpu(3), gpu(4), gpu(0)))
+    assert gpus.all == [gpu(1), gpu(0), gpu(2), gpu(3), gpu(4)]
+
+
+def test_student_and_teacher_may_share_a_gpu_and_the_student_samples_itself(visible):
+    visible(1)
+    gpus = distillation_layout((0,), None, (0,))
+    assert gpus == DistillationLayout((gpu(0),), None, (gpu(0),)) and gpus.all == [gpu(0)]
+
+
+def test_a_teacher_elsewhere_has_no_gpu(visible):
+    visible(2)
+    assert distillation_layout((0,), (1,), ()) == DistillationLayout((gpu(0),), (gpu(1),), ())
+
+
+@pytest.mark.parametrize(("device", "found"), [("auto", 0), ("cpu", 0), ("cpu", 4)])
+@pytest.mark.parametrize(("rollout", "expected"), [(None, None), ((2, 3), (CPU,))])
+def test_a_distillation_on_the_cpu(visible, capsys, device, found, rollout, expected):
+    visible(found)
+    gpus = distillation_layout((0, 1), rollout, (4,), device)
+    assert gpus == DistillationLayout((CPU,), expected, (CPU,)) and gpus.all == [CPU]
+    assert ("no GPU visible: running on the CPU" in capsys.readouterr().out) == (device == "auto")
+
+
+@pytest.mark.parametrize("ids", [
+    ((), None, (0,)), ((0, 0), None, (1,)), ((0,), (1, 1), (0,)), ((0,), None, (1, 1)), ((-1,), None, (0,)),
+    ((0,), (-1,), (0,)), ((0,), None, (-2,)), ((0,), (), (0,)), ((0, 1), (1,), (2,)), (("0",), None, (0,)),
+    ((0,), None, (1.5,)), ((0,), (None,), (1,)),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("found", [0, 3])
+def test_ids_that_cannot_be_are_refused_with_all_that_were_given(visible, ids, found):
+    visible(found)
+    given = f"STUDENT_GPU_IDS = {ids[0]}, ROLLOUT_GPU_IDS = {ids[1]}, TEACHER_GPU_IDS = {ids[2]}: must be GPU numbers"
+    for device in ("auto", "cpu"):
+        with pytest.raises(ValueError, match=re.escape(given)):
+            distillation_layout(*ids, device)
+
+
+@pytest.mark.parametrize(("ids", "found"), [
+    (((0,), None, (1,)), 1), (((0, 1), (2,), (3,)), 2), (((0,), (4,), (1,)), 3), (((7,), None, ()), 4),
+    (((0, 1, 2, 3), None, (3,)), 3),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_too_few_gpus_for_a_distillation_says_how_many_and_what_to_change(visible, ids, found, device):
+    visible(found)
+    needed = max(i for role in ids for i in role or ()) + 1
+    with pytest.raises(ValueError, match=f"needs {needed} GPUs .*{found} visible") as error:
+        distillation_layout(*ids, device)
+    message = str(error.value)
+    assert "--device cpu" in message
+    proposed = re.findall(r"^ *(STUDENT|ROLLOUT|TEACHER)_GPU_IDS = (.*)$", message, re.MULTILINE)
+    assert [name for name, _ in proposed] == ["STUDENT", "ROLLOUT", "TEACHER"]
+    fitting = distillation_layout(*(eval(text) for _, text in proposed), device)  # lines of Python to paste
+    assert all(device.index < found for device in fitting.all)
+
+
+def test_a_distillation_that_asks_for_a_gpu_and_finds_none_is_an_error(visible):
+    visible(0)
+    with pytest.raises(ValueError, match=r"needs 2 GPUs .* 0 visible(.|\n)*--device cpu"):
+        distillation_layout((0,), None, (1,), "cuda")
+    with pytest.raises(ValueError, match=r"device = 'gpu': must be auto, cuda or cpu"):
+        distillation_layout((0,), None, (1,), "gpu")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_of_a_distillation(visible, monkeypatch, rank):
+    visible(3)
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert distillation_layout_of_rank(None) == DistillationLayout((gpu(rank),), None, (gpu(rank),))
+    assert distillation_layout_of_rank(2) == DistillationLayout((gpu(rank),), None, (gpu(2),))
+    assert distillation_layout_of_rank(None, "cpu") == DistillationLayout((CPU,), None, (CPU,))
+    with pytest.raises(ValueError, match=r"need 4 GPUs, 3 visible.*set TEACHER_GPU_ID to None"):
+        distillation_layout_of_rank(3)
 
 
 # --- measuring ---

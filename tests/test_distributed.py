@@ -15,8 +15,8 @@ import torch.distributed as dist
 from conftest import build_model
 from torch import nn
 
-from common import distributed, logprobs, losses
-from common.distributed import any_rank, gather_objects, num_ranks, rank, sum_over_ranks, together, unwrap
+from common import checkpoint, distributed, logprobs, losses
+from common.distributed import OutageError, any_rank, gather_objects, num_ranks, rank, sum_over_ranks, together, unwrap
 
 ROOT = Path(distributed.__file__).resolve().parents[1]
 TIME_LIMIT = 120  # seconds, for both processes together; a hang would take the 30 minutes of the process group
@@ -72,6 +72,10 @@ attempt("nobody", {})
 attempt("second", {1: ZeroDivisionError("bad reward 7")})
 attempt("first", {0: KeyError("answer")})
 attempt("both", {0: OSError("disk full"), 1: ValueError("no answer")})
+outage = distributed.OutageError("teacher gone")
+attempt("outage", {1: outage})
+attempt("outages", {0: distributed.OutageError("gone here too"), 1: outage})
+attempt("outage and error", {0: outage, 1: ValueError("no answer")})
 attempt("afterwards", {})
 
 for checkpointing in (False, True):
@@ -177,6 +181,41 @@ def test_alone_an_interrupt_passes_through(stop):
         raise stop
 
 
+def test_alone_an_outage_stays_one():
+    with pytest.raises(OutageError, match="gone"), together("score"):
+        raise OutageError("gone")
+
+
+def test_an_outage_saves_and_ends_the_run(monkeypatch, capsys):
+    calls = []
+    monkeypatch.setattr(distributed, "shutdown", lambda code: calls.append(f"shut down {code}"))
+    with pytest.raises(SystemExit) as stopped, checkpoint.save_on_outage(lambda: calls.append("saved")):
+        raise OutageError("the teacher stays away")
+    assert stopped.value.code == distributed.OUTAGE_EXIT_CODE == 75
+    assert calls == ["saved", "shut down 75"]
+    assert capsys.readouterr().err == "the teacher stays away\nsaved; the same command goes on from here\n"
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("another"), KeyboardInterrupt()])
+def test_without_an_outage_nothing_is_saved(error):
+    calls = []
+    with contextlib.suppress(RuntimeError, KeyboardInterrupt), checkpoint.save_on_outage(lambda: calls.append("saved")):
+        if error is not None:
+            raise error
+        calls.append("went on")
+    assert calls == ["went on"] * (error is None)
+
+
+def test_an_outage_that_cannot_be_saved_is_the_error_of_saving(monkeypatch):
+    monkeypatch.setattr(distributed, "shutdown", None)
+
+    def save():
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"), checkpoint.save_on_outage(save):
+        raise OutageError("gone")
+
+
 def test_print_main_prints(capsys):
     distributed.print_main("step", 3)
     distributed.print_main("rollout:", "fast", file=sys.stderr)
@@ -240,6 +279,21 @@ def test_a_failure_on_one_rank_stops_all_and_is_named(two_processes):
 def test_ranks_that_fail_together_raise_their_own_errors(two_processes):
     first, second = two_processes["reports"]
     assert first["both"] == ["OSError", "disk full"] and second["both"] == ["ValueError", "no answer"]
+
+
+def test_an_outage_on_one_rank_is_one_on_all(two_processes):
+    first, second = two_processes["reports"]
+    assert second["outage"] == ["OutageError", "teacher gone"]
+    assert first["outage"] == ["OutageError", "rank 1 failed in phase 'outage': OutageError: teacher gone"]
+    assert first["outages"] == ["OutageError", "gone here too"] and second["outages"] == ["OutageError", "teacher gone"]
+
+
+def test_beside_an_error_an_outage_is_none(two_processes):
+    # who saved would wait for the rank that failed
+    first, second = two_processes["reports"]
+    assert second["outage and error"] == ["ValueError", "no answer"]
+    message = "rank 1 failed in phase 'outage and error': ValueError: no answer"
+    assert first["outage and error"] == ["RuntimeError", message]
 
 
 def test_without_a_failure_all_go_on_also_after_an_earlier_one(two_processes):

@@ -7,7 +7,7 @@ import time
 import huggingface_hub.constants
 import pytest
 import torch
-from conftest import build_model, build_tokenizer
+from conftest import build_model, build_tokenizer, tiny_model
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from torch import nn
@@ -20,12 +20,13 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from common import models
+from common import logprobs, models
 from common.models import (
     end_token_ids,
     find,
     load_frozen,
     load_policy,
+    load_spread,
     load_tokenizer,
     merged_adapters,
     pick_dtype,
@@ -446,6 +447,52 @@ def test_tied_embeddings_stay_tied_through_training_saving_and_loading(model_fol
     assert len(dict(again.named_parameters())) == len(dict(model.named_parameters()))
     ids = torch.arange(4, 20)[None]
     assert torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+# --- a frozen model over several devices ---
+
+
+def test_over_one_device_it_is_a_frozen_model(model_folders, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", None)
+    spread, frozen = (load(str(model_folders["qwen2"]), where, "fp32")
+                      for load, where in ((load_spread, [CPU]), (load_frozen, CPU)))  # fmt: skip
+    assert not spread.training and not any(p.requires_grad for p in spread.parameters())
+    for one, other in zip(spread.parameters(), frozen.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_over_several_gpus_it_takes_those_named_and_no_others(model_folders, monkeypatch):
+    read, options = models._read, []
+
+    def without_gpus(name, dtype, **how):
+        options.append((name, dtype, how))
+        return read(name, torch.float32)
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 + device.index, 999))
+    monkeypatch.setattr(models, "_read", without_gpus)
+    where = [torch.device("cuda", i) for i in (3, 1)]
+    model = load_spread(str(model_folders["gpt2"]), where, "auto")
+    how = dict(device_map="balanced", max_memory={3: 103, 1: 101})  # what is free there
+    assert options == [(str(model_folders["gpt2"]), torch.bfloat16, how)]
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+    assert not any(module.p for module in model.modules() if isinstance(module, nn.Dropout))
+
+
+def test_over_several_gpus_too_the_head_must_be_a_plain_one(tmp_path, monkeypatch):
+    model = tiny_model("granite", logits_scaling=4.0)
+    folder, read = save(tmp_path, model), models._read
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 1))
+    monkeypatch.setattr(models, "_read", lambda name, dtype, **how: read(name, torch.float32))
+    with pytest.raises(ValueError, match="GraniteForCausalLM: its logits differ"):
+        load_spread(folder, [torch.device("cuda", 0), torch.device("cuda", 1)], "fp32")
+
+
+def test_layers_on_several_devices_are_not_packed():
+    model = build_model("qwen2").eval()
+    assert logprobs.LogProbs(model, 1.0).packed
+    model = build_model("qwen2").eval()
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    assert not logprobs.LogProbs(model, 1.0).packed
 
 
 # --- replicas ---

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from common import attention, logprobs, losses, models
 from common.engine import Engine
-from common.rollout import RolloutBatch, Sampler
+from common.rollout import RolloutBatch, Sampler, assemble
 from common.sampling import Sampling
 
 FAMILIES = ["qwen2", "gpt2"]
@@ -815,6 +815,54 @@ def test_the_sampled_ids_are_kept_where_text_is_not_their_inverse():
 # --- from rollout to update ---
 
 
+def test_prompts_and_completions_are_put_together():
+    tokens = torch.tensor([[30, 31, 3, -1, -1], [32, -1, -1, -1, -1], [33, 34, 35, 0, -1], [3, -1, -1, -1, -1]])
+    logps = -torch.arange(20.0).view(4, 5)
+    batch = assemble([[5, 6, 7], [8]], 2, tokens, logps, 9, [3, 2])
+    assert batch.prompt_ids.tolist() == [[5, 6, 7], [5, 6, 7], [9, 9, 8], [9, 9, 8]]
+    assert batch.prompt_mask.int().tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 1], [0, 0, 1]]
+    # no wider than the longest, whatever the limit was
+    assert batch.completion_ids.tolist() == [[30, 31, 3, 9], [32, 9, 9, 9], [33, 34, 35, 0], [3, 9, 9, 9]]
+    assert batch.sampled_mask.int().tolist() == [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]]
+    assert torch.equal(batch.completion_mask, batch.sampled_mask)
+    assert torch.equal(batch.rollout_logps, logps[:, :4])
+    assert batch.lengths.tolist() == [3, 1, 4, 1] and batch.prompt_lengths.tolist() == [3, 3, 1, 1]
+    assert batch.truncated.tolist() == [False, True, True, False]
+    assert batch.trained.all() and batch.rows.tolist() == [0, 1, 2, 3] and len(batch) == 4
+    assert batch.tokens[3] is batch.sampled_mask and batch.teacher_states is None
+
+
+def test_a_batch_moves_but_for_what_the_host_needs():
+    batch = make_batch([3, 1, 2], prompt_lengths=[1, 1, 1])
+    batch.teacher_states, batch.advantages = torch.ones(3, 3, 4), torch.arange(3.0)
+    moved = batch.to(torch.device("meta"))
+    on_cpu = {"prompt_lengths", "lengths", "truncated", "trained", "rows"}
+    for field in dataclasses.fields(RolloutBatch):
+        own, other = getattr(batch, field.name), getattr(moved, field.name)
+        if own is None or field.name in on_cpu:
+            assert other is own
+        else:
+            assert other.device.type == "meta" and other.shape == own.shape and other.dtype == own.dtype
+    assert_equal(batch.to(CPU), batch)
+    parts = moved.minibatches(1, 5, True)[0]
+    assert [part.teacher_states.shape for part in parts] == [(1, 3, 4), (2, 2, 4)]
+    moved.drop(torch.tensor([True, False, False]))
+    assert batch.num_trained == 3 and moved.num_trained == 2
+
+
+def test_what_a_teacher_said_goes_with_its_rows():
+    batch = make_batch([3, 1, 2])
+    batch.teacher_states = batch.completion_ids[..., None] + torch.tensor([0.0, 0.5])
+    assert batch.said == (batch.teacher_states,)
+    part = batch.select(torch.tensor([2, 1]))
+    assert torch.equal(part.teacher_states, part.completion_ids[..., None] + torch.tensor([0.0, 0.5]))
+    assert part.teacher_states.shape == (2, 2, 2)
+    batch.teacher_ids, batch.teacher_logps = batch.teacher_states.int(), batch.teacher_states
+    batch.teacher_tail_logp, batch.teacher_token_logps = batch.completion_ids.float(), batch.rollout_logps
+    batch.teacher_states = None
+    assert [x.shape for x in batch.select(torch.tensor([1])).said] == [(1, 1, 2), (1, 1, 2), (1, 1), (1, 1)]
+
+
 def test_select_keeps_rows_together_and_trims_padding():
     batch = make_batch([3, 1, 5, 2], prompt_lengths=[2, 4, 1, 3])
     batch.advantages = torch.tensor([0.0, 1.0, 2.0, 3.0])
@@ -925,6 +973,16 @@ def test_every_minibatch_sees_every_prompt_equally_often(num_minibatches):
     for minibatch in batch.minibatches(num_minibatches, 25, True):
         prompts = torch.cat([micro.rows for micro in minibatch]) // group_size
         assert prompts.bincount().tolist() == [group_size // num_minibatches] * 3
+
+
+@pytest.mark.parametrize(("rows", "num_minibatches", "expected"), [
+    (8, 2, [range(4), range(4, 8)]), (5, 2, [range(3), range(3, 5)]), (3, 3, [[0], [1], [2]]), (4, 1, [range(4)]),
+])  # fmt: skip
+def test_minibatches_that_are_blocks_hold_neighbouring_rows(rows, num_minibatches, expected):
+    batch = make_batch([1 + (3 * i) % 7 for i in range(rows)])
+    minibatches = batch.minibatches(num_minibatches, 12, True, in_turn=False)
+    found = [sorted(torch.cat([micro.rows for micro in minibatch]).tolist()) for minibatch in minibatches]
+    assert found == [list(block) for block in expected]
 
 
 @pytest.mark.parametrize(("packed", "expected"), [

@@ -1,5 +1,6 @@
 """The command-line tools that stand beside training: model conversion, the made tasks, the evaluation, the plot."""
 
+import copy
 import importlib.util
 import itertools
 import json
@@ -10,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import build_tokenizer
+from conftest import build_model, build_tokenizer, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
@@ -505,3 +507,73 @@ def test_other_lines_are_refused_by_number(tmp_path, line):
     file.write_text(evaluated("a", 0.5, 1.0, pass_1=0.5) + line)
     with pytest.raises(ValueError, match=r"line 2.*expected a line of evaluate\.py"):
         load_script("plot_answers").read([file])
+
+
+# --- drop_layers.py ---
+
+
+@pytest.fixture(scope="module")
+def dropping():
+    return load_script("drop_layers")
+
+
+@pytest.mark.parametrize(("total", "keep", "expected"), [
+    (12, 6, [0, 2, 4, 7, 9, 11]), (5, 3, [0, 2, 4]), (30, 10, [0, 3, 6, 10, 13, 16, 19, 23, 26, 29]), (4, 2, [0, 3]),
+])  # fmt: skip
+def test_layers_that_stay_are_spread_evenly(dropping, total, keep, expected):
+    assert dropping.kept_layers(total, keep) == expected
+
+
+def test_layers_that_stay_are_different_and_hold_both_ends(dropping):
+    for total in range(2, 41):
+        for keep in range(2, total + 1):
+            kept = dropping.kept_layers(total, keep)
+            gaps = {b - a for a, b in itertools.pairwise(kept)}
+            assert len(kept) == keep and kept[0] == 0 and kept[-1] == total - 1
+            assert min(gaps) >= 1 and max(gaps) - min(gaps) <= 1
+
+
+@pytest.mark.parametrize("keep", [1, 0, -3, 6])
+def test_a_number_of_layers_that_cannot_stay_is_refused(dropping, keep):
+    with pytest.raises(ValueError, match=rf"keep = {keep}: must be from 2 to 5"):
+        dropping.kept_layers(5, keep)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_a_model_with_fewer_layers_is_the_same_before_and_after_saving(dropping, tmp_path, kind, capsys):
+    options = dict(head_dim=8, sliding_window=4) if kind == "gemma2" else {}
+    teacher, folder = tiny_model(kind, num_hidden_layers=5, **options), tmp_path / "student"
+    teacher.save_pretrained(tmp_path / "teacher")
+    build_tokenizer().save_pretrained(tmp_path / "teacher")
+    dropping.main([str(tmp_path / "teacher"), str(folder)])
+    assert re.match(r"3 of 5 layers \(0, 2, 4\), 0\.0 of 0\.\d M parameters: ", capsys.readouterr().out)
+    student, ids = AutoModelForCausalLM.from_pretrained(folder).eval(), torch.arange(5, 17)[None]
+    assert student.config.num_hidden_layers == len(student.model.layers) == 3
+    for place, number in enumerate((0, 2, 4)):
+        own, other = (
+            model.state_dict(prefix="") for model in (student.model.layers[place], teacher.model.layers[number])
+        )
+        assert own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)
+    assert torch.equal(student.lm_head.weight, teacher.lm_head.weight)
+    if kind == "gemma2":  # every layer has the window it had
+        kinds = teacher.config.layer_types
+        assert student.config.layer_types == [kinds[i] for i in (0, 2, 4)] and len(set(kinds)) == 2
+    with torch.no_grad():
+        logits = student(input_ids=ids, use_cache=False).logits
+        cut = copy.deepcopy(teacher)
+        assert dropping.drop_layers(cut, 3) == [0, 2, 4]
+        torch.testing.assert_close(cut(input_ids=ids, use_cache=False).logits, logits, rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(teacher(input_ids=ids).logits, logits, atol=0.1)
+        # over a cache, in which every layer has a place of its own
+        tokens = [model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=cache, eos_token_id=None)
+                  for model in (student, cut) for cache in (True, False)]  # fmt: skip
+        assert all(torch.equal(row, tokens[0]) for row in tokens) and tokens[0].shape == (1, 18)
+    assert AutoTokenizer.from_pretrained(folder).get_vocab() == build_tokenizer().get_vocab()
+
+
+def test_dropping_layers_overwrites_nothing_and_takes_llamas_only(dropping, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        dropping.main(["nowhere", str(tmp_path)])
+    assert "exists already: choose another folder" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel: its decoder has no list `layers`"):
+        dropping.drop_layers(build_model("gpt2"), 2)

@@ -144,6 +144,19 @@ def test_the_warm_start_leaves_room_to_learn(policy, tokenizer):
     assert 0.10 <= accuracy(policy, tokenizer, repeats=1, do_sample=False) <= 0.50
 
 
+def test_the_teacher_is_right_nearly_always_and_larger(policy_folder, policy, tokenizer, monkeypatch):
+    monkeypatch.setenv("RL_HAND_CACHE", str(policy_folder.parent))  # beside the policy
+    folder = toy.folder("toy-teacher")
+    assert folder.parent == policy_folder.parent and folder != policy_folder
+    teacher = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert accuracy(teacher, tokenizer, repeats=1, do_sample=False) > 0.9
+    assert 1.5 * policy.num_parameters() < teacher.num_parameters() < 3e6
+    own = AutoTokenizer.from_pretrained(folder)
+    assert own.get_vocab() == tokenizer.get_vocab() and own.chat_template == tokenizer.chat_template
+    monkeypatch.delattr(toy, "_warm_started")
+    assert toy.folder("toy-teacher") == folder  # trained once
+
+
 # ---- cache ----
 
 

@@ -1,0 +1,714 @@
+"""The teacher behind HTTP: its numbers, what it refuses, and what a client does while it is away."""
+
+import contextlib
+import dataclasses
+import http.server
+import math
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import requests
+import torch
+import uvicorn
+from conftest import PRELOAD, ROOT, _run_script, build_tokenizer
+
+sys.path.insert(0, str(ROOT / "gkd"))
+import teacher_server
+from teacher_server import Config, Teacher
+
+from common import config, models, rollout, service, teacher_client, teachers
+from common.distributed import OutageError
+from common.service import Service, Unavailable
+from common.teacher_client import RemoteTeacher
+
+CPU, V, SCRIPT = torch.device("cpu"), 64, str(ROOT / "gkd" / "teacher_server.py")
+TOP_K, GENERATE = "/topk_logprobs", "/generate"
+
+
+class Server:
+    """A server in threads of this process."""
+
+    def __init__(self, folder, port: int = 0, work: bool = True, **options):
+        defaults = dict(teacher_model=str(folder), device="cpu", max_top_k=0)
+        self.teacher = Teacher(Config(**{**defaults, **options}))
+        self.listener = socket.create_server(("127.0.0.1", port))
+        self.listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.port = self.listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        app = teacher_server.create_app(self.teacher)
+        self.web = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="warning"))
+        self.threads = [threading.Thread(target=self.web.run, args=([self.listener],), daemon=True)]
+        self.threads[0].start()
+        if work:
+            self.work()
+            wait_for(lambda: self.teacher.state == "ready")
+
+    def work(self) -> None:
+        def run():
+            if self.teacher.state == "loading":
+                self.teacher.load()
+            self.teacher.work()
+
+        self.threads.append(threading.Thread(target=run, daemon=True))
+        self.threads[-1].start()
+
+    def stop(self) -> None:
+        self.teacher.drain()
+        self.web.should_exit = True
+        for thread in reversed(self.threads):
+            thread.join(10)
+        assert not any(thread.is_alive() for thread in self.threads)
+
+    def client(self, **options) -> RemoteTeacher:
+        defaults = dict(top_k=5, temperature=0.7, workers=1, patience_s=20)
+        return RemoteTeacher(self.url, **{**defaults, **options})
+
+
+@pytest.fixture(scope="module")
+def folder(model_folders):
+    return model_folders["qwen2"]
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return models.load_frozen(str(folder), CPU, "fp32")
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    server = Server(folder)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def own(folder):
+    """Makes servers that are stopped at the end of the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(source=folder, **options) -> Server:
+            server = Server(source, **options)
+            stack.callback(lambda: server.teacher.state == "draining" or server.stop())
+            return server
+
+        yield make
+
+
+def micro_batches(rows: int = 7, below: int = V, width: int = 40, cut: int = 60) -> list[rollout.RolloutBatch]:
+    """Rows of very different lengths, cut as an update would."""
+    generator = torch.Generator().manual_seed(1)
+    prompt_lengths = torch.randint(1, 9, (rows,), generator=generator)
+    lengths = torch.randint(1, 12, (rows,), generator=generator)
+    Q, C = int(prompt_lengths.max()), int(lengths.max())
+    prompt_mask = torch.arange(Q) >= Q - prompt_lengths[:, None]
+    mask = torch.arange(C) < lengths[:, None]
+    draw = torch.randint(4, below, (rows, Q + C), generator=generator)
+    batch = rollout.RolloutBatch(
+        prompt_ids=draw[:, :Q] * prompt_mask, prompt_mask=prompt_mask, completion_ids=draw[:, Q:] * mask,
+        sampled_mask=mask, completion_mask=mask, rollout_logps=torch.zeros(rows, C), prompt_lengths=prompt_lengths,
+        lengths=lengths, truncated=torch.zeros(rows, dtype=torch.bool), trained=torch.ones(rows, dtype=torch.bool),
+        rows=torch.arange(rows),
+    )  # fmt: skip
+    return [micro for minibatch in batch.minibatches(2, cut, True) for micro in minibatch]
+
+
+def request(**changes) -> tuple[dict, dict]:
+    """Tensors and options of a request that is answered; `changes` replace some."""
+    tensors = {
+        "tokens": torch.arange(4, 14, dtype=torch.int32),
+        "prompt_lengths": torch.tensor([3, 2], dtype=torch.int32),
+        "completion_lengths": torch.tensor([1, 4], dtype=torch.int32),
+    }
+    options = dict(top_k=5, temperature=1.0)
+    for name, value in changes.items():
+        place = tensors if name in tensors or isinstance(value, torch.Tensor) else options
+        place[name] = value
+    return {k: v for k, v in tensors.items() if v is not None}, options
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def connection(url: str, **options) -> Service:
+    return Service(url, **{**dict(timeout_s=10, patience_s=10), **options})
+
+
+def said(micros: list[rollout.RolloutBatch]) -> list[torch.Tensor]:
+    return [tensor for micro in micros for tensor in micro.said]
+
+
+def assert_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    assert len(one) == len(other) > 0
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# ---- numbers ----
+
+
+@pytest.mark.parametrize(("top_k", "shared", "packed"), [(5, V, True), (0, 50, True), (5, 50, False), (100, V, True)])
+def test_top_k_is_that_of_the_models_own_logits(server, model, monkeypatch, top_k, shared, packed):
+    monkeypatch.setattr(server.teacher.states, "packed", packed)
+    monkeypatch.setattr(server.teacher, "cfg", dataclasses.replace(server.teacher.cfg, max_batch_tokens=40))
+    client, micros = server.client(top_k=top_k), micro_batches(below=50)
+    client.shared = shared
+    client.fill(micros)
+    K = min(top_k or shared, shared)
+    for micro in micros:
+        for i, (Q, n) in enumerate(zip(micro.prompt_lengths.tolist(), micro.lengths.tolist(), strict=True)):
+            completion = micro.completion_ids[i, :n]
+            ids = torch.cat([micro.prompt_ids[i][micro.prompt_mask[i]], completion])
+            logits = model(ids[None]).logits[0, Q - 1 : -1, :shared]
+            expected = (logits / 0.7).log_softmax(-1)
+            got = {name: getattr(micro, f"teacher_{name}")[i] for name in ("ids", "logps", "tail_logp", "token_logps")}
+            torch.testing.assert_close(got["logps"][:n], expected.topk(K).values, atol=2e-5, rtol=0)
+            torch.testing.assert_close(expected.gather(1, got["ids"][:n].long()), got["logps"][:n], atol=2e-5, rtol=0)
+            torch.testing.assert_close(got["token_logps"][:n], expected.gather(1, completion[:, None])[:, 0])
+            tail = 1 - expected.topk(K).values.double().exp().sum(-1)
+            torch.testing.assert_close(got["tail_logp"][:n].double().exp(), tail, atol=1e-6, rtol=0)
+            assert got["ids"].dtype == torch.int32
+            assert all(x[n:].count_nonzero() == 0 for x in got.values())
+
+
+def test_numbers_do_not_depend_on_how_requests_are_cut(server):
+    filled = []
+    for workers, micro_batch_tokens, cut in ((1, 0, 60), (1, 12, 60), (3, 30, 60), (3, 0, 1)):
+        micros = micro_batches(cut=cut)
+        server.client(workers=workers).fill(micros, micro_batch_tokens)
+        logps = {int(row): micro.teacher_token_logps[i, : micro.lengths[i]] for micro in micros
+                 for i, row in enumerate(micro.rows)}  # fmt: skip
+        filled.append(torch.cat([logps[row] for row in sorted(logps)]))
+    for other in filled[1:]:
+        torch.testing.assert_close(other, filled[0], atol=1e-5, rtol=0)
+
+
+def test_with_one_worker_the_numbers_are_equal_bit_for_bit(server):
+    one, other = micro_batches(), micro_batches()
+    client = server.client()
+    client.fill(one, 30)
+    client.fill(other, 30)
+    assert_same(said(one), said(other))
+
+
+def test_requests_that_wait_are_computed_together(own):
+    server = own(work=False)
+    server.teacher.load()
+    before = server.teacher.counts["batches"]
+    with ThreadPoolExecutor(4) as pool:
+        bodies = [service.pack(*request(top_k=k, temperature=0.5 * k)) for k in (1, 2, 3, 4)]
+        answers = [pool.submit(connection(server.url).post, TOP_K, body) for body in bodies]
+        wait_for(lambda: len(server.teacher.waiting) == 4)
+        server.work()
+        answers = [service.unpack(answer.result())[0] for answer in answers]
+    assert server.teacher.counts["batches"] == before + 1
+    assert [answer["logps"].shape for answer in answers] == [(5, k) for k in (1, 2, 3, 4)]
+    for answer, body in zip(answers, bodies, strict=True):  # each with its own k and temperature
+        alone = service.unpack(connection(server.url).post(TOP_K, body))[0]
+        torch.testing.assert_close(answer["logps"], alone["logps"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("shared", [V, 40])
+def test_completions_are_those_of_a_local_sampler(server, model, shared):
+    prompts, numbers = [[5, 6, 7], [8, 9], [4] * 7, [20, 21]], [11, 3, 4, 8]
+    sampler = rollout.Sampler([model], end_ids=[3], pad_id=0, max_new_tokens=9, suppressed_ids=range(shared, V))
+    batch = sampler.generate(prompts, group_size=1, temperature=0.9, seed=5, prompt_numbers=numbers)
+    expected = [ids[:n] for ids, n in zip(batch.completion_ids.tolist(), batch.lengths.tolist(), strict=True)]
+    client = server.client()
+    client.shared = shared
+    options = dict(seed=5, temperature=0.9, max_new_tokens=9)
+    assert client.generate(prompts, numbers, **options) == expected
+    assert client.generate(prompts[1:], numbers[1:], **options) == expected[1:]
+    assert max(token for ids in expected for token in ids) < shared
+
+
+def test_what_the_server_says_of_itself(server, tokenizer):
+    client = server.client()
+    assert client.vocabulary() == tokenizer.get_vocab()
+    assert client.tokenizer_hash == teacher_client.vocabulary_hash(tokenizer.get_vocab())
+    assert client.template_hash == teachers.template_hash(tokenizer)
+    assert (client.vocabulary_size, client.max_top_k, client.shared, client.head) == (V, V, V, None)
+    text = requests.get(f"{server.url}/metrics").text
+    samples = dict(re.fullmatch(r"(\w+(?:\{.*\})?) ([\d.e+-]+)", line).groups() for line in text.splitlines()
+                   if not line.startswith("# TYPE "))  # fmt: skip
+    assert float(samples['teacher_requests_total{endpoint="/info",status="200"}']) >= 1
+    assert float(samples["teacher_tokens_total"]) > 0 and float(samples["teacher_ready"]) == 1
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(tokens=None), "tokens: nothing"),
+        (dict(tokens=torch.arange(10)), "tokens: torch.int64"),
+        (dict(prompt_lengths=int32(3, 2)[None]), r"prompt_lengths: torch.int32 \[1, 2\]"),
+        (dict(completion_lengths=int32(5)), "2 prompts, 1 of the others"),
+        (dict(completion_lengths=int32(1, 3)), "lengths add up to 9: must be the 10"),
+        (dict(completion_lengths=int32(0, 5)), "of 0 tokens"),
+        (dict(prompt_lengths=int32(3, -2), completion_lengths=int32(1, 8)), "of -2 tokens"),
+        (dict(prompt_lengths=int32(), completion_lengths=int32()), "0 sequences"),
+        (dict(tokens=int32(*range(55, 65))), "token ids from 55 to 64: must be from 0 to 63"),
+        (dict(tokens=int32(*range(-1, 9))), "token ids from -1"),
+        (dict(top_k=V + 1), "top_k = 65: must be from 1 to 64"),
+        (dict(top_k=20, shared=16), "top_k = 20: must be at most shared = 16"),
+        (dict(top_k=5, shared=9), "a completion token 13: must be below shared = 9"),
+        (dict(shared=V + 1), "shared = 65"),
+        (dict(temperature=0.0), "temperature = 0.0"),
+        (dict(temperature=math.nan), "temperature = nan"),
+        (dict(temperature="warm"), "temperature = 'warm': must be a number"),
+        (dict(deadline_seconds=-1), "deadline_seconds = -1"),
+        (dict(tokens=torch.full((600,), 5, dtype=torch.int32), prompt_lengths=int32(1), completion_lengths=int32(599)),
+         "a sequence of 600 tokens: must be at most 512"),
+    ],
+)  # fmt: skip
+def test_a_request_that_cannot_be_answered_is_refused(server, changes, message):
+    with pytest.raises(ValueError, match=rf"status 422, .*{message}"):
+        connection(server.url).post(TOP_K, service.pack(*request(**changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(max_new_tokens=0), "max_new_tokens = 0"),
+        (dict(max_new_tokens=600), "a sequence of 608 tokens"),
+        (dict(temperature=-1.0), "temperature = -1.0"),
+        (dict(numbers=int32(1, 2)), "numbers: torch.int32"),
+    ],
+)
+def test_so_is_one_to_generate(server, changes, message):
+    changes = dict(numbers=torch.tensor([1, 2]), prompt_lengths=int32(8, 2), max_new_tokens=4) | changes
+    with pytest.raises(ValueError, match=rf"status 422, .*{message}"):
+        connection(server.url).post(GENERATE, service.pack(*request(**changes)))
+
+
+@pytest.mark.parametrize("body", [b"", b"no tensors", b"\xff" * 100, service.pack(*request())[:-1]])
+def test_a_body_that_is_not_safetensors_is_refused(server, body):
+    with pytest.raises(ValueError, match=r"status 422, a body of \d+ bytes is not in the safetensors format"):
+        connection(server.url).post(TOP_K, body)
+
+
+def test_bodies_and_answers_have_a_limit(server, monkeypatch):
+    monkeypatch.setattr(teacher_server, "MAX_ANSWER", 100)
+    with pytest.raises(ValueError, match="status 422, an answer of 200 bytes: must be at most 100"):
+        connection(server.url).post(TOP_K, service.pack(*request()))
+    monkeypatch.setattr(teacher_server, "MAX_BODY", 100)
+    with pytest.raises(ValueError, match="status 413, a body of more than 100 bytes"):
+        connection(server.url).post(TOP_K, service.pack(*request()))
+
+
+def test_top_k_above_the_limit_of_the_server_is_refused_at_the_start(own):
+    server = own(max_top_k=8)
+    for top_k, most in ((9, 9), (0, 64), (100, 64)):
+        with pytest.raises(ValueError, match=rf"top_k = {top_k}, which is {most} of 64 ids: .* sends at most 8"):
+            server.client(top_k=top_k)
+
+
+def test_a_port_for_other_machines_needs_a_token(monkeypatch):
+    monkeypatch.delenv("RL_HAND_TEACHER_TOKEN", raising=False)
+    for host in ("0.0.0.0", "::", "192.168.0.3"):
+        with pytest.raises(ValueError, match="without a token"):
+            Config(host=host)
+        Config(host=host, token="secret")
+    monkeypatch.setenv("RL_HAND_TEACHER_TOKEN", "secret")
+    assert Config(host="0.0.0.0").secret == "secret"
+
+
+def test_with_a_token_only_health_is_open(own):
+    server = own(token="secret")
+    connection(server.url).wait_until_ready(10)
+    for token in ("", "wrong"):
+        for path in ("/info", "/vocabulary", "/metrics"):
+            with pytest.raises(ValueError, match="status 401, the token is missing or wrong"):
+                connection(server.url, token=token).get(path)
+        with pytest.raises(ValueError, match="status 401"):
+            connection(server.url, token=token).post(TOP_K, service.pack(*request()))
+    server.client(token="secret").fill(micro_batches())
+
+
+# ---- a server with much to do, or in trouble ----
+
+
+def test_a_full_queue_a_deadline_and_health_before_and_while_it_works(own):
+    server = own(work=False, max_queue=2)
+    health = f"{server.url}/health"
+    assert (requests.get(health).status_code, requests.get(health).json()) == (503, {"status": "loading"})
+    with pytest.raises(Unavailable, match="status 503, loading"):
+        connection(server.url).once("POST", TOP_K, service.pack(*request()))
+    server.teacher.load()
+    late, patient = (service.pack(*request(deadline_seconds=seconds)) for seconds in (0.05, 60))
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(connection(server.url).once, "POST", TOP_K, body) for body in (late, patient)]
+        wait_for(lambda: len(server.teacher.waiting) == 2)
+        answer = requests.post(server.url + TOP_K, data=patient)
+        assert answer.status_code == 429 and int(answer.headers["Retry-After"]) > 0
+        with pytest.raises(OutageError, match="status 429"):  # patience ends there too
+            connection(server.url, patience_s=0.3).post(TOP_K, patient)
+        assert requests.get(health).json() == {"status": "ready"}
+        time.sleep(0.05)
+        server.work()
+        with pytest.raises(Unavailable, match="status 504, its deadline passed"):
+            waiting[0].result()
+        assert service.unpack(waiting[1].result())[0]["logps"].shape == (5, 5)
+    assert server.teacher.counts["expired"] == 1 and server.teacher.counts["rejected"] >= 2
+
+
+def test_health_answers_while_the_model_is_at_work(server, monkeypatch):
+    go, answer = threading.Event(), server.teacher.answer
+    monkeypatch.setattr(server.teacher, "answer", lambda jobs: go.wait(10) and answer(jobs))
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(connection(server.url).post, TOP_K, service.pack(*request()))
+        wait_for(lambda: server.teacher.busy)
+        assert requests.get(f"{server.url}/health", timeout=2).json() == {"status": "ready"}
+        assert "teacher_busy 1" in requests.get(f"{server.url}/metrics", timeout=2).text
+        assert not asked.done()
+        go.set()
+        assert asked.result()
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(RuntimeError("shape of things"), "status 500, RuntimeError: shape of things"),
+     (torch.OutOfMemoryError("CUDA out of memory"), "status 507, out of memory: .* lower --max_batch_tokens")],
+)  # fmt: skip
+def test_an_error_of_the_model_is_said_after_three_tries_and_the_server_goes_on(server, monkeypatch, error, message):
+    tries = []
+
+    def fail(jobs):
+        tries.append(jobs)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.teacher, "answer", fail)
+        with pytest.raises(RuntimeError, match=message):
+            server.client().fill(micro_batches())
+        assert len(tries) == 3
+    server.client().fill(micro_batches())
+
+
+def test_numbers_that_are_not_finite_are_never_sent(server, monkeypatch):
+    bias = torch.zeros(V)
+    bias[7] = torch.nan
+    monkeypatch.setattr(server.teacher, "bias", bias)
+    with pytest.raises(RuntimeError, match=r"status 500, .*not finite"):
+        server.client().fill(micro_batches())
+
+
+def test_a_gpu_in_error_ends_the_server(own):
+    server = own(work=False)
+    server.teacher.load()
+    server.teacher.answer = lambda jobs: (_ for _ in ()).throw(torch.AcceleratorError("illegal memory access"))
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(connection(server.url).once, "POST", TOP_K, service.pack(*request()))
+        with pytest.raises(torch.AcceleratorError):
+            server.teacher.work()
+        with pytest.raises(Unavailable, match="status 503, failed: illegal memory"):
+            asked.result()
+    assert requests.get(f"{server.url}/health").json() == {"status": "failed: illegal memory access"}
+    server.threads.pop(0)
+    server.web.should_exit = True
+
+
+# ---- answers that are not what was asked for ----
+
+
+def narrow(tensors):
+    return {**tensors, "ids": tensors["ids"][:, :20], "logps": tensors["logps"][:, :20]}
+
+
+def changed(name, change):
+    return lambda tensors: {**tensors, name: change(tensors[name])}
+
+
+@pytest.mark.parametrize(
+    ("tamper", "message"),
+    [
+        (narrow, r"asked for 64 of 64 .* got .*logps: float32 \[\d+, 20\].* in place of .*logps: float32 \[\d+, 64\]"),
+        (lambda tensors: {k: v for k, v in tensors.items() if k != "logps"}, r"got \{ids: [^}]*\], tail: "),
+        (lambda tensors: {k: v[:-1] for k, v in tensors.items()}, r"asked for 64 of 64 .* at \d+ tokens"),
+        (changed("token_logps", lambda x: x[1:]), "asked for 64 of 64"),
+        (changed("ids", torch.Tensor.long), r"ids: int64 .* in place of \{ids: int32"),
+        (changed("logps", torch.Tensor.half), "logps: float16"),
+        (changed("ids", lambda x: x + 1), "ids from 1 to 64, must be from 0 to 63"),
+        (changed("tail", lambda x: x * torch.nan), "tail are not finite"),
+        (changed("logps", lambda x: x - 0.1), "add up to 1 only within 0.095"),
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_not_what_was_asked_for_is_an_error(server, monkeypatch, tamper, message):
+    client, pack = server.client(top_k=64), service.pack
+    monkeypatch.setattr(service, "pack", lambda tensors, metadata: pack(tamper(tensors), metadata))
+    with pytest.raises(ValueError, match=message):
+        client.fill(micro_batches())
+
+
+@pytest.mark.parametrize(
+    "tamper", [changed("tokens", lambda x: x[1:]), changed("tokens", lambda x: x + V),
+               changed("completion_lengths", lambda x: x[1:]), lambda tensors: {}],
+)  # fmt: skip
+def test_nor_are_completions_that_are_not_what_was_asked_for(server, monkeypatch, tamper):
+    client, pack = server.client(), service.pack
+    monkeypatch.setattr(service, "pack", lambda tensors, metadata: pack(tamper(tensors), metadata))
+    with pytest.raises(ValueError, match=r"asked for 2 completions of 1 to 4 tokens below 64, got"):
+        client.generate([[5], [6]], [0, 1], seed=0, temperature=1.0, max_new_tokens=4)
+
+
+# ---- a server that is away ----
+
+
+@contextlib.contextmanager
+def flaky():
+    """A service that is away until `back` is set; what was asked of it is counted."""
+    counts, back = Counter(), threading.Event()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            counts[self.path, back.is_set()] += 1
+            self.send_response(200 if back.is_set() else 503)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", counts, back
+    server.shutdown()
+    server.server_close()
+
+
+def test_one_thread_looks_out_for_a_service_that_is_away(capsys):
+    with flaky() as (url, counts, back):
+        client = connection(url, workers=8)
+        recovered = []
+        client.on_recovery = lambda: recovered.append(client.once("GET", "/info"))
+        threading.Timer(0.8, back.set).start()
+        client.each(lambda item: client.post("/work", item), [b"x"] * 20)
+        assert counts["/work", False] <= 8 and counts["/work", True] == 20
+        assert 2 <= counts["/health", False] <= 5  # doubling pauses, not one for each thread
+        assert len(recovered) == 1
+    said = capsys.readouterr().err
+    assert said.count("is not ready: waiting for it, up to 10 s") == said.count("going on") == 1
+
+
+def test_patience_ends_and_says_what_to_do():
+    with flaky() as (url, counts, _):
+        client = connection(url, patience_s=0.4, workers=3)
+        start = time.monotonic()
+        with pytest.raises(OutageError, match=rf"{url} stayed away for 0.4 s, last with: .*status 503.*same command"):
+            client.each(lambda item: client.post("/work", item), [b"x"] * 9)
+        assert time.monotonic() - start < 5
+        assert counts["/work", False] <= 3  # the others were not sent into the outage
+        with pytest.raises(OutageError):
+            client.wait_until_ready(0.1)
+    with pytest.raises(OutageError, match="ConnectionError"):
+        connection(url, patience_s=0.2).get("/info")
+
+
+def test_what_recovery_finds_out_reaches_every_thread():
+    with flaky() as (url, _, back):
+        client, errors = connection(url, workers=4), []
+        client.on_recovery = lambda: (_ for _ in ()).throw(ValueError("another model"))
+        threading.Timer(0.4, back.set).start()
+
+        def post(item):
+            try:
+                client.post("/work", item)
+            except ValueError as error:
+                errors.append(str(error))
+
+        client.each(post, [b"x"] * 4)
+        assert errors == ["another model"] * 4
+
+
+def test_no_proxy_is_asked_for_loopback_and_netrc_does_not_replace_the_token(own, monkeypatch, tmp_path):
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login someone password else\n")
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    client = own(token="secret").client(token="secret")
+    client.service._local = False  # as for another machine: the environment counts, but not this file
+    client.service._idle.clear()
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert client.vocabulary()
+
+
+@pytest.mark.parametrize("options", [dict(url="localhost:15555"), dict(timeout_s=0), dict(patience_s=-1)])
+def test_an_address_or_a_time_that_cannot_be_is_refused(options):
+    with pytest.raises(ValueError, match=" = "):
+        Service(**{**dict(url="http://localhost:1", timeout_s=1, patience_s=1), **options})
+
+
+def test_another_teacher_after_a_restart_is_refused(own, folder, tmp_path):
+    build_tokenizer().save_pretrained(tmp_path)
+    models.load_frozen(str(folder), CPU, "fp32").save_pretrained(tmp_path)
+    text = (tmp_path / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(
+        text.replace('"user": 4', '"user": 5').replace('"assistant": 5', '"assistant": 4')
+    )
+    first = own()
+    client = first.client(patience_s=10)
+    client.fill(micro_batches())
+    first.stop()
+    with ThreadPoolExecutor(1) as pool:
+        filling = pool.submit(client.fill, micro_batches())  # into the outage
+        time.sleep(0.2)
+        second = own(tmp_path, port=first.port)
+        with pytest.raises(ValueError, match=r"another teacher than before .*tokenizer_hash: .* -> "):
+            filling.result()
+    with pytest.raises(ValueError, match="another teacher than before"):  # and when the restart goes unseen
+        client.fill(micro_batches())
+    second.stop()
+
+
+# ---- processes ----
+
+
+def wait_for(happened, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+class Process:
+    """The script in a process of its own, forked from one that has imported everything."""
+
+    def __init__(self, output, folder, port: int, **options):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*PRELOAD, "fastapi", "uvicorn"])
+        values = dict(teacher_model=folder, device="cpu", port=port, max_top_k=0) | options
+        arguments = [text for name, value in values.items() for text in (f"--{name}", str(value))]
+        output.touch()
+        self.output, self.url = output, f"http://127.0.0.1:{port}"
+        self.process = context.Process(target=_run_script, args=(SCRIPT, arguments, str(output), {}), daemon=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(ROOT))
+            patch.setenv("OMP_NUM_THREADS", "1")
+            self.process.start()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+
+    def metric(self, name: str) -> float:
+        text = requests.get(f"{self.url}/metrics", timeout=5).text
+        return float(re.search(rf"^teacher_{name} (.*)$", text, re.MULTILINE)[1])
+
+
+@pytest.fixture
+def start(folder, tmp_path):
+    started = []
+
+    def start(port: int, source=folder, **options) -> Process:
+        started.append(Process(tmp_path / f"{len(started)}.txt", source, port, **options))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.kill()
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def test_a_killed_server_that_starts_again_changes_no_number(start, port):
+    server = start(port, max_batch_tokens=64)
+    client = RemoteTeacher(server.url, top_k=5, temperature=0.7, workers=1, patience_s=60)
+    undisturbed, disturbed = micro_batches(80), micro_batches(80)
+    client.fill(undisturbed, 20)
+    before = server.metric("sequences_total")
+    with ThreadPoolExecutor(1) as pool:
+        filling = pool.submit(client.fill, disturbed, 20)
+        wait_for(lambda: server.metric("sequences_total") > before + 20)
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.join(10)
+        assert not filling.done()
+        server = start(port, max_batch_tokens=64)
+        filling.result(60)
+    assert_same(said(undisturbed), said(disturbed))
+    assert 0 < server.metric("sequences_total") < 80 + 2  # it did the rest, and tried itself out on two
+
+
+def test_sigterm_answers_what_is_waiting_and_refuses_what_is_new(start, port):
+    server = start(port, max_batch_tokens=64)
+    client = connection(server.url)
+    client.wait_until_ready(30)
+    long = service.pack(*request(tokens=torch.full((20_000,), 5, dtype=torch.int32),
+                                 prompt_lengths=torch.full((400,), 10, dtype=torch.int32),
+                                 completion_lengths=torch.full((400,), 40, dtype=torch.int32)))  # fmt: skip
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(client.once, "POST", TOP_K, long)]
+        wait_for(lambda: server.metric("busy"))
+        asked.append(pool.submit(client.once, "POST", TOP_K, service.pack(*request())))
+        wait_for(lambda: server.metric("waiting"))
+        os.kill(server.process.pid, signal.SIGTERM)
+        wait_for(lambda: requests.get(f"{server.url}/health").json() == {"status": "draining"})
+        with pytest.raises(Unavailable, match="status 503, draining"):
+            client.once("POST", TOP_K, service.pack(*request()))
+        sizes = [len(service.unpack(answer.result())[0]["logps"]) for answer in asked]
+    server.process.join(20)
+    assert sizes == [16_000, 5]
+    assert server.process.exitcode == 0, server.output.read_text()
+    assert "SIGTERM: answering what is waiting" in server.output.read_text()
+
+
+def test_a_server_that_cannot_start_says_why_and_ends(start, port, tmp_path):
+    failed, taken = start(port, tmp_path / "nothing"), None
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = start(other.getsockname()[1])
+        for server in (failed, taken):
+            server.process.join(30)
+    assert failed.process.exitcode == 1 and "no such folder" in failed.output.read_text()
+    assert taken.process.exitcode == 1 and "give another --port" in taken.output.read_text()
+
+
+def test_options_are_those_of_the_config():
+    assert config.parse(Config, ["--port", "0", "--max-queue", "3"]).max_queue == 3
+    with pytest.raises(SystemExit):
+        config.parse(Config, ["--max_tokens", "1"])
+
+
+def test_start_teacher_returns_when_it_is_ready_and_stops_it_again(folder, port, tmp_path):
+    def run(*arguments) -> subprocess.CompletedProcess:
+        command = ["bash", str(ROOT / "scripts" / "start_teacher.sh"), "--port", str(port), *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+
+    log = tmp_path / "log.txt"
+    started = run("--log", log, "--", "--teacher_model", folder)
+    try:
+        assert started.returncode == 0, started.stderr
+        assert f"teacher: http://127.0.0.1:{port}" in started.stdout
+        assert requests.get(f"http://127.0.0.1:{port}/health").json() == {"status": "ready"}
+        again = run()
+        assert again.returncode == 1 and "runs on port" in again.stderr
+    finally:
+        stopped = run("--stop")
+    assert stopped.returncode == 0 and "SIGTERM: answering" in log.read_text()
+    assert not (ROOT / "runs" / f"teacher-{port}.pid").exists()
+    failed = run("--log", log, "--", "--teacher_model", tmp_path / "nothing")
+    assert failed.returncode == 1 and "no such folder" in failed.stderr

@@ -2,7 +2,7 @@
 
 Paper:  Agarwal et al. 2023, arXiv 2306.13649 - Eq. 1 generalized JSD, Eq. 4 mix of on- and off-policy data.
 Run:    python gkd/gkd.py             edit the constants below, or pass --learning_rate 2e-5 (--help lists all)
-Costs:  COSTS
+Costs:  0.5B student, 1.5B teacher, 64 x 256 tokens on one H200: 1.06 s per step, 20 GiB (gkd/README.md)
 Dims:   P prompts, G completions per prompt, B = P*G, m sequences in one forward, C completion tokens, H hidden size
 """
 

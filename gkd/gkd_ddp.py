@@ -3,7 +3,7 @@
 Paper:  Agarwal et al. 2023, arXiv 2306.13649 - Eq. 1 generalized JSD, Eq. 4 mix of on- and off-policy data.
 Run:    torchrun --nproc_per_node=2 gkd/gkd_ddp.py   edit the constants below, or pass --learning_rate 2e-5
         accelerate launch --num_processes 2 gkd/gkd_ddp.py    (several machines: gspo/README.md)
-Costs:  COSTS
+Costs:  those of gkd.py per GPU, for its share of the prompts (gkd/README.md)
 Dims:   P prompts, G completions per prompt, B = P*G / ranks, m sequences in one forward, C completion tokens
 
 Every rank samples and trains on its share of the step's prompts; DistributedDataParallel averages gradients. Each has a

@@ -2,7 +2,7 @@
 
 Paper:  Agarwal et al. 2023, arXiv 2306.13649 - Eq. 1 generalized JSD, Eq. 4 mix of on- and off-policy data.
 Run:    python gkd/gkd_multigpu.py    edit the constants below, or pass --learning_rate 2e-5 (--help lists all)
-Costs:  COSTS
+Costs:  those of gkd.py, less what other GPUs take over (gkd/README.md)
 Dims:   P prompts, G completions per prompt, B = P*G, m sequences in one forward, C completion tokens, H hidden size
 
 Hybrid (ROLLOUT_GPU_IDS = None): the student's GPUs sample, from the weights that are trained. Separate: copies on GPUs

@@ -26,8 +26,8 @@ except ImportError as error:
 PANELS = (
     {"reward": "Reward"},
     {"completion_length": "Completion length (tokens)"},
-    {"clip_fraction": "Clip fraction"},
-    {"kl_ref": "KL to reference (nats)", "kl_old": "KL to rollout policy (nats)"},
+    {"clip_fraction": "Clip fraction", "divergence": "Loss (nats per token)"},
+    {"kl_ref": "KL to reference (nats)", "kl_old": "KL to rollout policy (nats)", "reverse_kl": "KL to teacher (nats)"},
     {"entropy": "Entropy (nats per token)"},
     {"grad_norm": "Gradient norm"},
     {"seconds": "Time per step (s)"},
@@ -101,8 +101,7 @@ def draw_panel(axis: plt.Axes, titles: dict[str, str], runs: dict[str, list[dict
             axis.plot(steps, values, color=color, alpha=0.22, linewidth=0.9)
             values = rolling_mean(values)
         axis.plot(steps, values, color=color, linewidth=1.2 if name in UNSMOOTHED else 1.8, marker=marker)
-        if name == "reward":
-            axis.plot(*series(rows, "eval_reward"), color=color, **EVAL_MARKER)
+        axis.plot(*series(rows, f"eval_{name}"), color=color, **EVAL_MARKER)
     axis.grid(alpha=0.25)
     axis.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=STEPS, integer=True))
     axis.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=STEPS))
@@ -123,7 +122,7 @@ def draw(runs: dict[str, list[dict]], out: Path) -> None:
     entries[f"mean of {WINDOW} steps"] = plt.Line2D([], [], color=MUTED, linewidth=1.8)
     entries["each step"] = plt.Line2D([], [], color=MUTED, linewidth=0.9, alpha=0.5)
     if any(len(series(rows, "eval_reward")[0]) for rows in runs.values()):
-        entries["evaluation reward"] = plt.Line2D([], [], color=MUTED, **EVAL_MARKER)
+        entries["evaluation"] = plt.Line2D([], [], color=MUTED, **EVAL_MARKER)
     figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=6, frameon=False)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)

@@ -11,13 +11,14 @@ from conftest import FAMILIES, ROOT, SCRIPTS
 
 MARK = "# [copy]"
 COMMON = sorted((ROOT / "common").glob("*.py"))
-MOST_LINES = {"similarity_grpo": 440}
+MOST_LINES = {"similarity_grpo": 440, "gkd": 380, "gkd_ddp": 410, "gkd_multigpu": 420}
 USUAL_LINES = 360
 # A default that may differ: on several GPUs of one process, the CPU is used only when asked for
-OWN_DEFAULT = {"gspo_multigpu": "device", "grpo_multigpu": "device"}
+OWN_DEFAULT = dict.fromkeys(("gspo_multigpu", "grpo_multigpu", "gkd_multigpu"), "device")
 VARIANTS = [(SCRIPTS[first], SCRIPTS[other]) for first, *others in FAMILIES.values() for other in others]
 # Its Config has fields more, so it is no copy: see below
-WITHOUT_CONFIG = {"similarity_grpo"}
+WITHOUT_CONFIG = {"similarity_grpo", "gkd_multigpu"}
+OWN_FIELDS = ("similarity_", "overlap")  # beginnings of their names
 # GRPO is GSPO with another loss: scripts with the same way of spreading work, and what may differ in main
 SIBLINGS = [("gspo", "grpo"), ("gspo_multigpu", "grpo_multigpu"), ("gspo_ddp", "grpo_ddp")]
 PAIRS = [(SCRIPTS[gspo], SCRIPTS[grpo]) for gspo, grpo in SIBLINGS]
@@ -86,11 +87,11 @@ def names(parameter) -> str:
 
 @pytest.mark.parametrize("first, path", VARIANTS, ids=names)
 def test_marked_items_are_equal_word_for_word(first, path):
-    own = OWN_DEFAULT.get(path.stem)
     if path.stem in WITHOUT_CONFIG:
         one, other = marked(first), marked(path)
         del one["Config"]
     else:
+        own = OWN_DEFAULT.get(path.stem)
         one, other = marked(first, own), marked(path, own)
     assert one.keys() == other.keys()
     for name in one:
@@ -104,13 +105,13 @@ def test_marked_items_are_equal_word_for_word(first, path):
 def test_every_mark_belongs_to_an_item(path):
     assert path.read_text().splitlines().count(MARK) == len(marked(path)) > 0
     # what people replace, and what must not drift apart
-    expected = {"Config", "reward", "score", "resample", "evaluate"}
+    expected = {"Config", "reward", "score", "evaluate"} | ({"resample"} if "gkd" not in path.stem else {"gkd_loss"})
     assert expected - ({"Config"} if path.stem in WITHOUT_CONFIG else set()) < marked(path).keys()
 
 
 @pytest.mark.parametrize("first, path", VARIANTS, ids=names)
 def test_configs_have_the_same_fields_in_the_same_order(first, path):
-    shared = [field for field in fields(path) if not field.startswith("similarity_")]
+    shared = [field for field in fields(path) if not field.startswith(OWN_FIELDS)]
     assert without_out_dir(shared) == without_out_dir(fields(first))
     assert (len(shared) < len(fields(path))) == (path.stem in WITHOUT_CONFIG)
 

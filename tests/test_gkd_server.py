@@ -13,7 +13,7 @@ from common.distributed import OUTAGE_EXIT_CODE
 STEPS = 4
 ALL = dict(steps=STEPS, teacher_top_k=0, n_server_workers=1, teacher_patience=60)  # the whole vocabulary
 MIXED = dict(lmbda=0.5, loss="jsd", beta=0.3, loss_temperature=0.7)
-SLOW_REWARD = "    __import__('time').sleep(0.5)\n    return [0.0] * len(completions)\n"
+SLOW_REWARD = "    __import__('time').sleep(0.25)\n    return [0.0] * len(completions)\n"
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +101,9 @@ def test_after_a_long_outage_the_run_is_saved_and_goes_on(launcher, start, tmp_p
     assert json.loads((run.out_dir / saved / "state.json").read_text())["position"] == 4 * done
     start()
     run = launcher.run(slow, tmp_path / "run", ranks, teacher_url=first.url, **options).succeeded()
-    straight = launcher.run(slow, tmp_path / "straight", ranks, teacher_url=first.url, **options).succeeded()
-    assert without_times(run.steps) == without_times(straight.steps)
-    assert_equal_weights(run.weights(), straight.weights())
+    local = launcher.trained("gkd", steps=STEPS, **MIXED)
+    assert [line["step"] for line in run.steps] == list(range(1, STEPS + 1))
+    for own, theirs in zip(run.steps, local.steps, strict=True):
+        assert own["divergence"] == pytest.approx(theirs["divergence"], rel=1e-4)
+    for name, weight in local.weights().items():
+        assert (run.weights()[name] - weight).abs().mean() < 2e-7, name

@@ -92,7 +92,7 @@ def spied(launcher, tmp_path_factory):
 
 
 def assert_close(run, other, metrics: float, weights: float) -> None:
-    """Relative difference of metrics, absolute difference of weights."""
+    """Relative difference of metrics, absolute difference of nearly all weights."""
     assert len(run.lines) == len(other.lines) > 0
     for line, other_line in zip(comparable(run.lines), comparable(other.lines), strict=True):
         assert line.keys() == other_line.keys()
@@ -106,7 +106,8 @@ def assert_close(run, other, metrics: float, weights: float) -> None:
         difference = (one[name] - two[name]).abs()
         if name.endswith("c_attn.bias"):  # a bias of all keys has no gradient but rounding, which Adam makes large
             difference = difference.view(3, -1)[[0, 2]]
-        assert difference.max() <= weights, f"{name}: {difference.max()}"
+        # of few weights, Adam makes a good part of a step out of the rounding of a gradient close to 0
+        assert difference.max() <= 10 * weights and difference.mean() <= weights / 10, f"{name}: {difference.max()}"
 
 
 @pytest.mark.parametrize("script", ["gspo_multigpu", "gspo_ddp"])

@@ -42,7 +42,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module
-        elif type(model).__name__ == "LogProbs":
+        elif any(kind.__name__ == "LogProbs" for kind in type(model).__mro__):  # imported, it would import this
             model = model.model
         else:
             return model

@@ -60,17 +60,30 @@ def batch(
     return rollout.assemble(prompts, 1, tokens_BC, torch.zeros(tokens_BC.shape, device=device), pad_id, end_ids)
 
 
-def answers(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_new_tokens: int) -> list[list[int]]:
+def answers(
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, shared: int
+) -> list[list[int]]:
     """Answers of the data as completions: their tokens and the end token, cut off at the limit.
 
     Args:
         examples: rows with an answer.
         tokenizer: the student's.
         max_new_tokens: tokens after which a completion is cut off.
+        shared: number of the first token ids that student and teacher share.
+
+    Raises:
+        ValueError: an answer holds another id.
     """
     texts = [example.answer for example in examples]
     ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    return [[*tokens, tokenizer.eos_token_id][:max_new_tokens] for tokens in ids]
+    completions = [[*tokens, tokenizer.eos_token_id][:max_new_tokens] for tokens in ids]
+    for example, tokens in zip(examples, completions, strict=True):
+        if max(tokens) >= shared:
+            raise ValueError(
+                f"row {example.index}: its answer holds token id {max(tokens)}, which is not among the first {shared} "
+                "ids that student and teacher share; take that special token out of the data"
+            )
+    return completions
 
 
 class TeacherAnswers:

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from common import distillation, logprobs, models, rollout
+from common.data import Example
 from common.distributed import print_main
 from common.offload import Offload
 
@@ -147,23 +148,23 @@ def agree(teacher: Any, tokenizer: PreTrainedTokenizerBase, student_size: int) -
     return teacher.shared
 
 
-def require_shared(sequences: Iterable[Sequence[int]], shared: int, what: str) -> None:
-    """Refuses token ids that one of the two does not have.
+def require_shared(examples: Iterable[Example], shared: int) -> None:
+    """Refuses prompts with token ids that one of the two does not have.
 
     Args:
-        sequences: token ids.
+        examples: rows of the data.
         shared: number of the first ids that both have.
-        what: where they come from, for the message.
 
     Raises:
-        ValueError: one is not among the first `shared`.
+        ValueError: an id is not among those; it names the row.
     """
-    highest = max((max(ids) for ids in sequences if ids), default=0)
-    if highest >= shared:
-        raise ValueError(
-            f"{what}: token id {highest} is not among the first {shared} ids, which student and teacher share; take "
-            "the special token that it stands for out of the data or of the chat template"
-        )
+    for example in examples:
+        if max(example.prompt_ids) >= shared:
+            raise ValueError(
+                f"row {example.index}: its prompt holds token id {max(example.prompt_ids)}, which is not among the "
+                f"first {shared} ids that student and teacher share; take that special token out of the data or of the "
+                "chat template"
+            )
 
 
 def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:

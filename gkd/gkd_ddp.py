@@ -4,7 +4,8 @@ Paper:  Agarwal et al. 2023, arXiv 2306.13649 - Eq. 1 generalized JSD, Eq. 4 mix
 Run:    torchrun --nproc_per_node=2 gkd/gkd_ddp.py   edit the constants below, or pass --learning_rate 2e-5
         accelerate launch --num_processes 2 gkd/gkd_ddp.py    (several machines: gspo/README.md)
 Costs:  those of gkd.py per GPU, for its share of the prompts (gkd/README.md)
-Dims:   P prompts, G completions per prompt, B = P*G / ranks, m sequences in one forward, C completion tokens
+Dims:   P prompts, G completions per prompt, B = P*G / ranks, m sequences in one forward, C completion tokens,
+        R values reported
 
 Every rank samples and trains on its share of the step's prompts; DistributedDataParallel averages gradients. Each has a
 copy of the teacher, or asks the same server. All ranks take the same steps; what can fail on one alone ends all.
@@ -151,14 +152,14 @@ def gkd_loss(student, micro, cfg, num_sequences, num_tokens):
         advantages_mC = micro.teacher_token_logps - micro.old_logps
         surrogate_mC = losses.token_ratio(logps_mC, micro.old_logps) * advantages_mC
         loss = losses.aggregate(-surrogate_mC, mask_mC, cfg.aggregation, denominator)
-        values_mC6 = torch.stack([-advantages_mC, entropy_mC, logps_mC, micro.teacher_token_logps], dim=-1).detach()
+        values_mCR = torch.stack([-advantages_mC, entropy_mC, logps_mC, micro.teacher_token_logps], dim=-1).detach()
         names = ("reverse_kl", "entropy", "student_logps", "teacher_logps")
     else:  # Eq. 1, over the vocabulary
         weights_mC = losses.weights(mask_mC, cfg.aggregation, denominator)
-        loss, values_mC6 = student(*micro.tokens, weights_mC, *micro.said)
+        loss, values_mCR = student(*micro.tokens, weights_mC, *micro.said)
         loss, names = loss.sum(), distillation.VALUES  # of the GPUs, under DataParallel
     count = mask_mC.sum().clamp(min=1)
-    means = (values_mC6 * mask_mC[..., None]).sum((0, 1)) / count
+    means = (values_mCR * mask_mC[..., None]).sum((0, 1)) / count
     stats = dict(zip(names, means, strict=True))
     stats["loss"] = loss.detach() * num_tokens / count
     return loss, stats
@@ -213,7 +214,7 @@ def evaluate(sampler, student, teacher, examples, tokenizer, home, cfg):
                     add(name, stats[name] * micro.num_tokens, micro.num_tokens)
             answered = [e for e in part if e.answer is not None]
             if answered:
-                ids = offpolicy.answers(answered, tokenizer, cfg.max_new_tokens)
+                ids = offpolicy.answers(answered, tokenizer, cfg.max_new_tokens, teacher.shared)
                 batch = offpolicy.batch([e.prompt_ids for e in answered], ids, sampler.pad_id, sampler.end_ids, home)
                 for micro, stats in judge(student, batch, teacher, cfg):
                     add("answer_nll", -stats["student_logps"] * micro.num_tokens, micro.num_tokens)
@@ -271,7 +272,7 @@ def main(cfg: Config) -> None:
     if cfg.eval_data and cfg.eval_every:
         held_out = data.load_examples(cfg.eval_data, tokenizer, split="test", need_answer=False, **reading)
         eval_examples = held_out[: cfg.eval_examples][rank::num_ranks]
-    teachers.require_shared([e.prompt_ids for e in (*train_examples, *eval_examples)], shared, "prompts")
+    teachers.require_shared([*train_examples, *eval_examples], shared)
     sampler = rollout.Sampler(
         [model], end_ids=models.end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id,
         max_new_tokens=cfg.max_new_tokens, min_new_tokens=cfg.min_new_tokens, top_p=cfg.top_p, top_k=cfg.top_k,
@@ -285,7 +286,7 @@ def main(cfg: Config) -> None:
     if cfg.seq_kd:
         teacher_answers = offpolicy.TeacherAnswers(cfg.seq_kd_cache or cfg.out_dir, teacher, cfg.seq_kd_recipe)
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
-    weights = offload.Offload(model)
+    student_memory = offload.Offload(model)
     if cfg.param_offload:
         teacher.offload()
     done, position = start, prompts.position
@@ -318,8 +319,7 @@ def main(cfg: Config) -> None:
                     ids = teacher_answers.get(examples_P)
                     batch = offpolicy.batch(prompts_P, ids, sampler.pad_id, sampler.end_ids, home)
                 else:
-                    ids = offpolicy.answers(examples_P, tokenizer, cfg.max_new_tokens)
-                    teachers.require_shared(ids, shared, "answers")
+                    ids = offpolicy.answers(examples_P, tokenizer, cfg.max_new_tokens, shared)
                     batch = offpolicy.batch(prompts_P, ids, sampler.pad_id, sampler.end_ids, home)
 
             # 2. teacher: what it says of every completion token; meanwhile rewards, to be reported
@@ -334,14 +334,14 @@ def main(cfg: Config) -> None:
             if cfg.param_offload:
                 with log.time("offload"):
                     sampler.release()
-                    log.add(offloaded_gib_student=weights.off())
+                    log.add(offloaded_gib_student=student_memory.off())
                     teacher.onload()
             with log.time("teacher"), distributed.together("teacher"):
                 teacher.fill(micros, cfg.micro_batch_tokens)
             if cfg.param_offload:
                 with log.time("offload"):
                     log.add(offloaded_gib_teacher=teacher.offload())
-                    weights.on()
+                    student_memory.on()
             with log.time("score"), distributed.together("score"):
                 completions, rewards_B = scoring.result()
             log.add_batch(batch)

@@ -3,7 +3,7 @@
 Paper:  Agarwal et al. 2023, arXiv 2306.13649 - Eq. 1 generalized JSD, Eq. 4 mix of on- and off-policy data.
 Run:    python gkd/gkd_multigpu.py    edit the constants below, or pass --learning_rate 2e-5 (--help lists all)
 Costs:  those of gkd.py, less what other GPUs take over (gkd/README.md)
-Dims:   P prompts, G completions per prompt, B = P*G, m sequences in one forward, C completion tokens, H hidden size
+Dims:   P prompts, G completions per prompt, B = P*G, m sequences in one forward, C completion tokens, R values reported
 
 Hybrid (ROLLOUT_GPU_IDS = None): the student's GPUs sample, from the weights that are trained. Separate: copies on GPUs
 of their own sample, refreshed for every step; with `overlap` they sample the next batch while this one is trained on.
@@ -151,14 +151,14 @@ def gkd_loss(student, micro, cfg, num_sequences, num_tokens):
         advantages_mC = micro.teacher_token_logps - micro.old_logps
         surrogate_mC = losses.token_ratio(logps_mC, micro.old_logps) * advantages_mC
         loss = losses.aggregate(-surrogate_mC, mask_mC, cfg.aggregation, denominator)
-        values_mC6 = torch.stack([-advantages_mC, entropy_mC, logps_mC, micro.teacher_token_logps], dim=-1).detach()
+        values_mCR = torch.stack([-advantages_mC, entropy_mC, logps_mC, micro.teacher_token_logps], dim=-1).detach()
         names = ("reverse_kl", "entropy", "student_logps", "teacher_logps")
     else:  # Eq. 1, over the vocabulary
         weights_mC = losses.weights(mask_mC, cfg.aggregation, denominator)
-        loss, values_mC6 = student(*micro.tokens, weights_mC, *micro.said)
+        loss, values_mCR = student(*micro.tokens, weights_mC, *micro.said)
         loss, names = loss.sum(), distillation.VALUES  # of the GPUs, under DataParallel
     count = mask_mC.sum().clamp(min=1)
-    means = (values_mC6 * mask_mC[..., None]).sum((0, 1)) / count
+    means = (values_mCR * mask_mC[..., None]).sum((0, 1)) / count
     stats = dict(zip(names, means, strict=True))
     stats["loss"] = loss.detach() * num_tokens / count
     return loss, stats
@@ -213,7 +213,7 @@ def evaluate(sampler, student, teacher, examples, tokenizer, home, cfg):
                     add(name, stats[name] * micro.num_tokens, micro.num_tokens)
             answered = [e for e in part if e.answer is not None]
             if answered:
-                ids = offpolicy.answers(answered, tokenizer, cfg.max_new_tokens)
+                ids = offpolicy.answers(answered, tokenizer, cfg.max_new_tokens, teacher.shared)
                 batch = offpolicy.batch([e.prompt_ids for e in answered], ids, sampler.pad_id, sampler.end_ids, home)
                 for micro, stats in judge(student, batch, teacher, cfg):
                     add("answer_nll", -stats["student_logps"] * micro.num_tokens, micro.num_tokens)
@@ -268,7 +268,7 @@ def main(cfg: Config) -> None:
     if cfg.eval_data and cfg.eval_every:
         held_out = data.load_examples(cfg.eval_data, tokenizer, split="test", need_answer=False, **reading)
         eval_examples = held_out[: cfg.eval_examples]
-    teachers.require_shared([e.prompt_ids for e in (*train_examples, *eval_examples)], shared, "prompts")
+    teachers.require_shared([*train_examples, *eval_examples], shared)
     sampler = rollout.Sampler(
         replicas[1:] if gpus.rollout else replicas,
         end_ids=models.end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id,
@@ -283,7 +283,7 @@ def main(cfg: Config) -> None:
     if cfg.seq_kd:
         teacher_answers = offpolicy.TeacherAnswers(cfg.seq_kd_cache or cfg.out_dir, teacher, cfg.seq_kd_recipe)
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
-    weights = offload.Offload(model)
+    student_memory = offload.Offload(model)
     if cfg.param_offload:
         teacher.offload()
     done, position = start, prompts.position
@@ -326,8 +326,7 @@ def main(cfg: Config) -> None:
                     ids = teacher_answers.get(examples_P)
                     batch = offpolicy.batch(prompts_P, ids, sampler.pad_id, sampler.end_ids, home)
                 else:
-                    ids = offpolicy.answers(examples_P, tokenizer, cfg.max_new_tokens)
-                    teachers.require_shared(ids, shared, "answers")
+                    ids = offpolicy.answers(examples_P, tokenizer, cfg.max_new_tokens, shared)
                     batch = offpolicy.batch(prompts_P, ids, sampler.pad_id, sampler.end_ids, home)
 
             ahead = begin(step + 1) if cfg.overlap and step < cfg.steps else None
@@ -343,14 +342,14 @@ def main(cfg: Config) -> None:
             if cfg.param_offload:
                 with log.time("offload"):
                     sampler.release()
-                    log.add(offloaded_gib_student=weights.off())
+                    log.add(offloaded_gib_student=student_memory.off())
                     teacher.onload()
             with log.time("teacher"):
                 teacher.fill(micros, cfg.micro_batch_tokens)
             if cfg.param_offload:
                 with log.time("offload"):
                     log.add(offloaded_gib_teacher=teacher.offload())
-                    weights.on()
+                    student_memory.on()
             with log.time("score"):
                 completions, rewards_B = scoring.result()
             log.add_batch(batch)

@@ -10,7 +10,7 @@ import torch
 from conftest import build_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from common import distributed, offpolicy
+from common import distributed, offpolicy, teachers
 from common.data import Example
 from common.offpolicy import TeacherAnswers, draw, share
 
@@ -71,8 +71,19 @@ def test_the_share_grows_from_0(step, lmbda, ramp, expected):
 def test_answers_end_and_are_cut_off_at_the_limit(tokenizer):
     rows = [example for answer in ("1", "1 2", "1 2 3", "") for example in examples(0, answer=answer)]
     one, two, three = (tokenizer.convert_tokens_to_ids(word) for word in "123")
-    assert offpolicy.answers(rows, tokenizer, 3) == [[one, 3], [one, two, 3], [one, two, three], [3]]
-    assert offpolicy.answers(rows, tokenizer, 99)[2] == [one, two, three, 3]
+    assert offpolicy.answers(rows, tokenizer, 3, 64) == [[one, 3], [one, two, 3], [one, two, three], [3]]
+    assert offpolicy.answers(rows, tokenizer, 99, 64)[2] == [one, two, three, 3]
+
+
+def test_ids_that_only_one_side_has_are_refused(tokenizer):
+    (two,) = tokenizer.convert_tokens_to_ids(["2"])
+    rows = [*examples(0, answer="1"), *examples(7, answer="1 2")]
+    assert offpolicy.answers(rows, tokenizer, 9, two + 1)[1] == [two - 1, two, 3]
+    with pytest.raises(ValueError, match=rf"row 7: its answer holds token id {two}, .* first {two} ids"):
+        offpolicy.answers(rows, tokenizer, 9, two)
+    teachers.require_shared(examples(0, 1), 22)
+    with pytest.raises(ValueError, match=r"row 5: its prompt holds token id 25, .* first 25 ids"):
+        teachers.require_shared(examples(0, 5), 25)
 
 
 def test_a_tokenizer_that_adds_tokens_adds_none_to_answers():
@@ -81,7 +92,9 @@ def test_a_tokenizer_that_adds_tokens_adds_none_to_answers():
         single="<im_start> $A", special_tokens=[("<im_start>", 2)]
     )
     assert tokenizer("1")["input_ids"][0] == 2
-    assert offpolicy.answers(examples(0, answer="1"), tokenizer, 9) == [[*tokenizer.convert_tokens_to_ids(["1"]), 3]]
+    assert offpolicy.answers(examples(0, answer="1"), tokenizer, 9, 64) == [
+        [*tokenizer.convert_tokens_to_ids(["1"]), 3]
+    ]
 
 
 def test_a_batch_of_given_completions():

@@ -87,11 +87,12 @@ class LogProbs(nn.Module):
             Log-probabilities [m, C] and entropies [m, C], fp32, nats, 0 where masked.
         """
         hidden_NH, place = self.states(prompt_ids, prompt_mask, completion_ids, completion_mask)
-        logps_N, entropy_N = token_logps(
-            self.model, hidden_NH, completion_ids[place], self.temperature, self.compiled, self.train_entropy
-        )
-        zeros_mC = torch.zeros(completion_ids.shape, device=completion_ids.device)
-        return zeros_mC.index_put(place, logps_N), zeros_mC.index_put(place, entropy_N)
+        device, there = completion_ids.device, self.model.get_output_embeddings().weight.device  # a model may be spread
+        how = self.temperature, self.compiled, self.train_entropy
+        values = token_logps(self.model, hidden_NH.to(there), completion_ids[place].to(there), *how)
+        zeros_mC = torch.zeros(completion_ids.shape, device=device)
+        logps_mC, entropy_mC = (zeros_mC.index_put(place, values_N.to(device)) for values_N in values)
+        return logps_mC, entropy_mC
 
     def states(
         self,

@@ -8,7 +8,7 @@ import torch
 from conftest import build_model
 from test_gpu import TORCHRUN, needs, run_script
 
-from common import distillation, divergences, head, models, optim
+from common import distillation, divergences, head, logprobs, models, optim
 from common.devices import GIB
 from common.offload import Offload
 from common.teachers import LocalTeacher
@@ -187,5 +187,8 @@ def test_a_teacher_spread_over_two_gpus_says_the_same(model_folders):
     assert len(set(spread.hf_device_map.values())) == 2
     one, two = (distillation.HiddenStates(m, 1.0) for m in (whole, spread))
     mask = torch.ones_like(ids, dtype=torch.bool)
+    a, b = (m(ids[:, :6], mask[:, :6], ids[:, 6:], mask[:, 6:])[0].to(gpus[0]) for m in (one, two))
+    assert torch.allclose(a, b, atol=1e-4) and a.abs().mean() > 0.1
+    one, two = (logprobs.LogProbs(m, 1.0) for m in (whole, spread))
     a, b = (m(ids[:, :6], mask[:, :6], ids[:, 6:], mask[:, 6:])[0].to(gpus[0]) for m in (one, two))
     assert torch.allclose(a, b, atol=1e-4) and a.abs().mean() > 0.1

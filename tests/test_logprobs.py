@@ -1,6 +1,7 @@
 """Tests of common/logprobs.py against log-softmax over the full logits of one unpadded row at a time."""
 
 import copy
+import ctypes
 import dataclasses
 import math
 import warnings
@@ -575,6 +576,8 @@ def test_fill_under_ddp_is_no_forward_pass_of_the_reducer(policies):
     try:
         policy = LogProbs(copy.deepcopy(policies["qwen2"]), 1.0)
         wrapped = nn.parallel.DistributedDataParallel(policy, broadcast_buffers=False)
+        # never freed: gloo's destructor waits for a thread that may wait for Python's lock, and the tests hang
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(wrapped))
         policy.compiled, single = True, pack(PROMPTS[3:], COMPLETIONS[3:])  # one token: no kernel is compiled for it
         modes, reduced = [], []
         policy.register_forward_hook(lambda *args: modes.append(torch.is_grad_enabled()))

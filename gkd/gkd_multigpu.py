@@ -341,7 +341,8 @@ def main(cfg: Config) -> None:
                     logprobs.fill(chain(*minibatches[1:]), "old_logps", student, home, budget)
             if cfg.param_offload:
                 with log.time("offload"):
-                    sampler.release()
+                    if not gpus.rollout:  # copies on GPUs of their own keep their cache, and may be at work
+                        sampler.release()
                     log.add(offloaded_gib_student=student_memory.off())
                     teacher.onload()
             with log.time("teacher"):

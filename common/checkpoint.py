@@ -309,11 +309,11 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def save_on_outage(save: Callable[[], None]) -> Iterator[None]:
+def save_on_outage(save: Callable[[], None] | None = None) -> Iterator[None]:
     """Saves and ends the run when a service that it needs stays away; all ranks come here together.
 
     Args:
-        save: saves what was done before the step that could not be taken.
+        save: saves what was done before the step that could not be taken; None: nothing was done yet.
 
     Raises:
         SystemExit: after an outage, with OUTAGE_EXIT_CODE.
@@ -321,8 +321,10 @@ def save_on_outage(save: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     except distributed.OutageError as outage:
-        save()
-        distributed.print_main(f"{outage}\nsaved; the same command goes on from here", file=sys.stderr)
+        distributed.print_main(outage, file=sys.stderr)
+        if save is not None:
+            save()
+            distributed.print_main("saved; the same command goes on from here", file=sys.stderr)
         distributed.shutdown(distributed.OUTAGE_EXIT_CODE)
         raise SystemExit(distributed.OUTAGE_EXIT_CODE) from outage
 

@@ -1,6 +1,7 @@
 """Loading: the policy with its tokenizer, frozen models, and what must be true of both before training."""
 
 import copy
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -122,6 +123,21 @@ def load_spread(name: str, devices: list[torch.device], dtype: str) -> PreTraine
     model = _read(name, pick_dtype(dtype, devices[0]), device_map="balanced", max_memory=room)
     logprobs.check_head(model)
     return model.eval().requires_grad_(False)
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A name for weights: a checkpoint that was replaced under the same name has another one.
+
+    Args:
+        model: of which the first few numbers of every parameter are looked at.
+
+    Returns:
+        SHA-256 in hexadecimal digits.
+    """
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().flatten()[:64].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

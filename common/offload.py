@@ -22,10 +22,11 @@ class Offload:
             keep: parameters that stay, such as a head that is needed all the time.
         """
         kept = {id(x) for x in keep or ()}
-        self.params = [p for p in model.parameters() if id(p) not in kept]
+        self.params = sorted((p for p in model.parameters() if id(p) not in kept), key=lambda p: str(p.dtype))
         self.frozen = not any(p.requires_grad for p in self.params)
         self.devices = [p.device for p in self.params]
-        self._host: list[torch.Tensor] = []
+        self._blocks: list[torch.Tensor] = []  # of CPU memory, which is pinned as long as these live
+        self._places: list[torch.Tensor] = []  # in them, one for each of the parameters
         self.away = False
 
     @torch.no_grad()
@@ -38,24 +39,16 @@ class Offload:
         if self.away:
             return 0.0
         before = self._allocated()
-        if not self._host:
-            for dtype in dict.fromkeys(p.dtype for p in self.params):
-                size = sum(p.numel() for p in self.params if p.dtype == dtype)
-                self._host.append(host_memory(size, self.devices[0], dtype))
-            blocks, starts = {block.dtype: block for block in self._host}, {block.dtype: 0 for block in self._host}
-            self._places = []
-            for p in self.params:
-                # as_strided: weights keep the layout they have
-                self._places.append(blocks[p.dtype].as_strided(p.shape, p.stride(), starts[p.dtype]))
-                starts[p.dtype] += p.numel()
-            self._copy_to_host()
-        elif not self.frozen:
+        first = not self._places
+        if first:
+            self._reserve()
+        if first or not self.frozen:
             self._copy_to_host()
         for p, place in zip(self.params, self._places, strict=True):
             p.data = place
         self.away = True
         if before is None:
-            return sum(block.nbytes for block in self._host) / GIB
+            return sum(block.nbytes for block in self._blocks) / GIB
         return (before - self._allocated()) / GIB
 
     @torch.no_grad()
@@ -67,6 +60,16 @@ class Offload:
             p.data = place.to(device, non_blocking=True, copy=True)
         synchronize(list(dict.fromkeys(self.devices)))  # the next copy to the CPU may come at once
         self.away = False
+
+    def _reserve(self) -> None:
+        """A block of CPU memory for each dtype, and in it a place for every weight, in the layout that it has."""
+        for dtype in dict.fromkeys(p.dtype for p in self.params):
+            own = [p for p in self.params if p.dtype == dtype]  # side by side: they are sorted
+            block, start = host_memory(sum(p.numel() for p in own), self.devices[0], dtype), 0
+            for p in own:
+                self._places.append(block.as_strided(p.shape, p.stride(), start))
+                start += p.numel()
+            self._blocks.append(block)
 
     def _copy_to_host(self) -> None:
         for p, place in zip(self.params, self._places, strict=True):

@@ -3,8 +3,10 @@
 GKD (arXiv 2306.13649, Eq. 4) mixes them with on-policy ones; `draw` decides for a whole step, alike on all ranks.
 """
 
+import hashlib
 import json
 import random
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -86,6 +88,25 @@ def answers(
     return completions
 
 
+def recipe(
+    teacher: Any, examples: Sequence[Example], seed: int, temperature: float, max_new_tokens: int
+) -> dict[str, Any]:
+    """All that a teacher's own completions of a data set depend on.
+
+    Args:
+        teacher: of common/teachers.py or common/teacher_client.py.
+        examples: all rows: another file under the same name, or another template, has other tokens.
+        seed: of the run.
+        temperature: of sampling; 0 takes the most likely token.
+        max_new_tokens: tokens after which a completion is cut off.
+    """
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(array("q", [example.index, len(example.prompt_ids), *example.prompt_ids]).tobytes())
+    return dict(teacher=teacher.name, weights=teacher.weights, prompts=digest.hexdigest(), seed=seed,
+                temperature=temperature, max_new_tokens=max_new_tokens)  # fmt: skip
+
+
 class TeacherAnswers:
     """A teacher's completions of training prompts, generated when they are first needed and kept in a file.
 
@@ -100,7 +121,7 @@ class TeacherAnswers:
         Args:
             folder: of the files.
             teacher: what has the method `generate` of common/teachers.py.
-            recipe: all that the completions depend on: teacher and data by name, seed, temperature, max_new_tokens.
+            recipe: from `recipe`.
 
         Raises:
             ValueError: the files come from another recipe.

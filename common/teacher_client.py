@@ -55,6 +55,8 @@ class RemoteTeacher:
     Attributes:
         head: None: no hidden states come over the wire, and no output head is needed.
         info: what the server said of itself.
+        name: of the model.
+        weights: what `models.fingerprint` says of them.
         vocabulary_size: ids of the teacher.
         max_top_k: the most tokens it sends per token.
         tokenizer_hash: from `vocabulary_hash`.
@@ -100,7 +102,7 @@ class RemoteTeacher:
         given = self.info.get("protocol")
         require(given == PROTOCOL, f"{url}: protocol {given}", f"must be {PROTOCOL}", "use one version on both sides")
         self.vocabulary_size, self.shared = self.info["vocabulary_size"], self.info["vocabulary_size"]
-        self.max_top_k = self.info["max_top_k"]
+        self.max_top_k, self.name, self.weights = self.info["max_top_k"], self.info["model"], self.info["weights"]
         self.tokenizer_hash, self.template_hash = self.info["tokenizer_hash"], self.info["template_hash"]
         most = min(top_k or self.vocabulary_size, self.vocabulary_size)
         require(

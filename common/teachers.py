@@ -1,7 +1,7 @@
 """A teacher in this process, and what must be true of any teacher's vocabulary; common/teacher_client.py has the other.
 
 Both kinds of teacher have `fill`, which writes what the teacher says of each completion token into micro-batches,
-`generate`, `offload` and `onload`, `head`, `vocabulary_size` and `shared`.
+`generate`, `offload` and `onload`, `name`, `weights`, `head`, `vocabulary_size` and `shared`.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ class LocalTeacher:
     """A frozen model on GPUs of this process.
 
     Attributes:
+        name: of the model.
         head: the output head; None if only log-probabilities of tokens are asked for.
         vocabulary_size: rows of the output head.
         shared: number of the first token ids that count, those that the student has too.
@@ -49,7 +50,7 @@ class LocalTeacher:
         Raises:
             ValueError: the model cannot be loaded.
         """
-        self.tokenizer = models.load_tokenizer(name)
+        self.name, self.tokenizer = name, models.load_tokenizer(name)
         self.model = models.load_spread(name, list(where), dtype)
         output = self.model.get_output_embeddings()
         self.device, self.vocabulary_size = self.model.device, len(output.weight)
@@ -62,6 +63,11 @@ class LocalTeacher:
         self._compile, self._samplers = compile, {}
         # the head is at work in the update, when the rest may be away
         self.memory = Offload(self.model, keep=[] if tokens_only else list(output.parameters()))
+
+    @property
+    def weights(self) -> str:
+        """What `models.fingerprint` says of them."""
+        return models.fingerprint(self.model)
 
     def vocabulary(self) -> dict[str, int]:
         """Ids by token."""

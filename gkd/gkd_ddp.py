@@ -76,9 +76,7 @@ class Config:
     loss: str = "reverse_kl"  # "reverse_kl", "forward_kl", "jsd"; or "opd", the reverse KL from sampled tokens alone
     beta: float = 0.5  # with "jsd": weight of the teacher in the mixture, between 0 and 1
     loss_temperature: float = 1.0  # divides the logits of both sides in the loss
-    aggregation: str = (
-        "token_mean"  # over all tokens of a minibatch; "seq_mean", as in the paper: over each completion first
-    )
+    aggregation: str = "token_mean"  # over all tokens of a minibatch; or "seq_mean": over each completion first
 
     param_offload: bool = False  # the idle model waits in CPU memory: the teacher, or the student in the teacher's turn
     optimizer_offload: bool = False  # AdamW's state waits in CPU memory while completions are sampled and judged
@@ -103,18 +101,11 @@ class Config:
         """Whether there are steps with completions that the student did not sample."""
         return self.lmbda < 1 or self.lmbda_ramp > 1
 
-    @property
-    def seq_kd_recipe(self) -> dict:
-        """All that the teacher's own completions depend on."""
-        return dict(teacher=self.teacher_url or self.teacher_model, data=self.train_data, system=self.system_prompt,
-                    template=self.apply_chat_template, seed=self.seed, temperature=self.seq_kd_temperature,
-                    max_new_tokens=self.max_new_tokens)  # fmt: skip
-
     def __post_init__(self):
         config.check(self)  # what holds for all scripts
-        config.at_least(self, 0, "teacher_top_k", "lmbda", "lmbda_ramp", "seq_kd_temperature", "teacher_patience")
+        config.at_least(self, 0, "teacher_top_k", "lmbda", "lmbda_ramp", "seq_kd_temperature")
         config.at_least(self, 1, "n_server_workers")
-        config.above_zero(self, "loss_temperature")
+        config.above_zero(self, "loss_temperature", "teacher_patience")
         config.one_of(self, loss=("reverse_kl", "forward_kl", "jsd", "opd"), aggregation=("token_mean", "seq_mean"))
         require(self.lmbda <= 1, f"lmbda = {self.lmbda}", "is a share, at most 1", "1 is on-policy in every step")
         require(0 < self.beta < 1, f"beta = {self.beta}", "must be between 0 and 1; the loss jumps at the ends",
@@ -253,9 +244,10 @@ def main(cfg: Config) -> None:
     source = str(resumed or cfg.student_model)
     tokenizer, model = models.load_policy(source, home, cfg.dtype, cfg.gradient_checkpointing)
     models.warn_learning_rate(cfg.learning_rate, model, 2e-4, "by distillation: 5e-5 (up to 0.5 B) to 1e-5 (7 B)")
-    teacher = load_teacher(cfg, gpus.teacher)
     num_ids = model.get_output_embeddings().weight.shape[0]
-    shared = teachers.agree(teacher, tokenizer, num_ids)
+    with checkpoint.save_on_outage(), distributed.together("load the teacher"):
+        teacher = load_teacher(cfg, gpus.teacher)
+        shared = teachers.agree(teacher, tokenizer, num_ids)
     if cfg.loss == "opd":
         inner = logprobs.LogProbs(model, cfg.temperature, cfg.compile)
     else:
@@ -284,7 +276,8 @@ def main(cfg: Config) -> None:
     prompts = data.PromptStream(train_examples, cfg.batch_size, cfg.seed, position, rank, num_ranks)
     config.save(cfg, cfg.out_dir)
     if cfg.seq_kd:
-        teacher_answers = offpolicy.TeacherAnswers(cfg.seq_kd_cache or cfg.out_dir, teacher, cfg.seq_kd_recipe)
+        recipe = offpolicy.recipe(teacher, train_examples, cfg.seed, cfg.seq_kd_temperature, cfg.max_new_tokens)
+        teacher_answers = offpolicy.TeacherAnswers(cfg.seq_kd_cache or cfg.out_dir, teacher, recipe)
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
     student_memory = offload.Offload(model)
     if cfg.param_offload:

@@ -7,7 +7,6 @@ Dims:  m sequences, N completion tokens of all together, n in one chunk, H hidde
 """
 
 import asyncio
-import hashlib
 import hmac
 import math
 import os
@@ -152,7 +151,7 @@ class Teacher:
         self.info = {
             "protocol": teacher_client.PROTOCOL,
             "model": cfg.teacher_model,
-            "weights": _fingerprint(self.model),
+            "weights": models.fingerprint(self.model),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "vocabulary_size": V,
             "tokenizer_hash": teacher_client.vocabulary_hash(self.tokens),
@@ -467,14 +466,6 @@ def _fail(jobs: list[Job], why: Refused) -> None:
     for job in jobs:
         if not job.future.done():
             job.future.set_exception(why)
-
-
-def _fingerprint(model: torch.nn.Module) -> str:
-    """A name for the weights: a checkpoint that was replaced under the same name has another one."""
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().flatten()[:64].float().cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _metrics(teacher: Teacher) -> str:

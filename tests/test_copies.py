@@ -167,6 +167,15 @@ def test_a_difference_would_be_seen(tmp_path):
     assert {name for name, text in marked(first).items() if text != marked(changed)[name]} == {"gspo_loss"}
 
 
+@pytest.mark.parametrize("path", [*SCRIPTS.values(), ROOT / "gkd" / "teacher_server.py"], ids=names)
+def test_every_option_has_a_comment_on_its_line(path):
+    # it is the text of --help; a line too long for the formatter would be broken up, and lose it
+    (config,) = [node for node in ast.parse(path.read_text()).body if getattr(node, "name", "") == "Config"]
+    lines = path.read_text().splitlines()
+    options = [node for node in config.body if isinstance(node, ast.AnnAssign)]
+    assert options and not [n.target.id for n in options if "  # " not in lines[n.end_lineno - 1]]
+
+
 @pytest.mark.parametrize("path", SCRIPTS.values(), ids=names)
 def test_no_script_imports_another(path):
     assert not imported(path) & (SCRIPTS.keys() | FAMILIES.keys())

@@ -108,3 +108,10 @@ def test_after_a_long_outage_the_run_is_saved_and_goes_on(launcher, start, tmp_p
         assert own["divergence"] == pytest.approx(theirs["divergence"], rel=1e-4)
     for name, weight in local.weights().items():
         assert (run.weights()[name] - weight).abs().mean() < 2e-7, name
+
+
+def test_a_teacher_that_is_not_there_at_the_start_is_an_outage_too(launcher, tmp_path):
+    options = {**ALL, "teacher_patience": 0.5, "teacher_url": f"http://127.0.0.1:{free_port()}"}
+    run = launcher.run(launcher.copy("gkd_ddp"), tmp_path / "run", 2, **options)
+    assert run.codes == [OUTAGE_EXIT_CODE] * 2 and "stayed away for 0.5 s" in run.output
+    assert not run.checkpoints and "saved" not in run.output

@@ -225,3 +225,21 @@ def test_a_teacher_that_fails_leaves_the_file_as_it_was(tmp_path):
     with pytest.raises(distributed.OutageError):
         known.get(examples(1, 2))
     assert (tmp_path / FILE).read_text() == before and known.get(examples(1)) == [[301, 3]]
+
+
+def test_a_recipe_changes_with_the_weights_and_with_any_prompt():
+    def recipe(rows, weights="w"):
+        return offpolicy.recipe(SimpleNamespace(name="t", weights=weights), rows, 3, 1.0, 4)
+
+    rows = examples(0, 1, 2)
+    first = recipe(rows)
+    assert first == recipe(examples(0, 1, 2)) and first["teacher"] == "t" and first["seed"] == 3
+    assert recipe(rows, "other")["weights"] != first["weights"]
+    moved, edited = examples(0, 2, 1), examples(0, 1, 2)
+    edited[1].prompt_ids.append(21)
+    shifted = [
+        Example(index=i, prompt="", prompt_ids=ids, answer=None, columns={})
+        for i, ids in enumerate(([20, 21, 21], [21], [22, 21]))
+    ]  # the same tokens, cut otherwise
+    digests = {recipe(r)["prompts"] for r in (rows, moved, edited, shifted, rows[:2])}
+    assert len(digests) == 5

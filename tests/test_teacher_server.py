@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "gkd"))
 import teacher_server
 from teacher_server import Config, Teacher
 
-from common import config, models, rollout, service, teacher_client, teachers
+from common import config, models, rollout, service, teacher_client, teacher_worker, teachers
 from common.distributed import OutageError
 from common.service import Service, Unavailable
 from common.teacher_client import RemoteTeacher
@@ -237,6 +237,7 @@ def test_what_the_server_says_of_itself(server, tokenizer):
     assert client.tokenizer_hash == teacher_client.vocabulary_hash(tokenizer.get_vocab())
     assert client.template_hash == teachers.template_hash(tokenizer)
     assert (client.vocabulary_size, client.max_top_k, client.shared, client.head) == (V, V, V, None)
+    client.fill(micro_batches(1))
     text = requests.get(f"{server.url}/metrics").text
     samples = dict(re.fullmatch(r"(\w+(?:\{.*\})?) ([\d.e+-]+)", line).groups() for line in text.splitlines()
                    if not line.startswith("# TYPE "))  # fmt: skip
@@ -299,7 +300,7 @@ def test_a_body_that_is_not_safetensors_is_refused(server, body):
 
 
 def test_bodies_and_answers_have_a_limit(server, monkeypatch):
-    monkeypatch.setattr(teacher_server, "MAX_ANSWER", 100)
+    monkeypatch.setattr(teacher_worker, "MAX_ANSWER", 100)
     with pytest.raises(ValueError, match="status 422, an answer of 200 bytes: must be at most 100"):
         connection(server.url).post(TOP_K, service.pack(*request()))
     monkeypatch.setattr(teacher_server, "MAX_BODY", 100)

@@ -3,7 +3,8 @@
 A checkpoint is an ordinary transformers folder (model.safetensors, config, tokenizer) with three more files:
 `optimizer.safetensors` (fp32 masters and Adam state by parameter name), `rng.safetensors` (random number generators of
 every rank and device) and `state.json` (step, data position, configuration, notes of the script, sizes of all files),
-and with a folder `reference` if the frozen model is no longer the one the run began with. Nothing is pickled.
+with a folder `reference` if the frozen model is no longer the one the run began with, and with `rollout.safetensors` if
+a service stayed away before the completions of the next step could be scored. Nothing is pickled.
 """
 
 import dataclasses
@@ -31,6 +32,7 @@ from common.rollout import RolloutBatch
 
 STATE = "state.json"
 REFERENCE = "reference"  # folder of a refreshed reference inside a checkpoint
+ROLLOUT = "rollout.safetensors"  # completions that are not scored yet, of every rank
 
 
 def newest(out_dir: str | Path) -> Path | None:
@@ -109,6 +111,7 @@ def save(
     cfg: Any,
     reference: PreTrainedModel | None = None,
     notes: dict[str, Any] | None = None,
+    rollout: RolloutBatch | None = None,
 ) -> None:
     """Saves a checkpoint; called by every rank, written by rank 0.
 
@@ -125,11 +128,13 @@ def save(
         cfg: the Config of the run, saved too; its newest `keep_checkpoints` checkpoints stay.
         reference: the frozen model, if it is no longer the one the run began with; saved in a folder of its own inside.
         notes: what else the script wants back from `notes`, JSON values.
+        rollout: completions of the next step that could not be scored; `unscored` gives them back.
 
     Raises:
         OSError: it could not be written.
     """
     rng_by_rank = distributed.gather_objects(_rng_state())
+    rollouts = distributed.gather_objects(_tensors(rollout) if rollout is not None else None)
     with distributed.together("save"):
         if distributed.rank() == 0:
             final = Path(out_dir) / f"checkpoint-{step:06d}"
@@ -146,6 +151,9 @@ def save(
                           folder / "optimizer.safetensors")  # fmt: skip
                 rng = {f"rank{r}/{name}": value for r, state in enumerate(rng_by_rank) for name, value in state.items()}
                 save_file(rng, folder / "rng.safetensors")
+                if all(rollouts):  # of one rank alone they would be of no use
+                    named = {f"rank{r}/{name}": x for r, own in enumerate(rollouts) for name, x in own.items()}
+                    save_file(named, folder / ROLLOUT)
                 written = [path for path in folder.rglob("*") if path.is_file()]
                 files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in written}
                 state = {
@@ -198,6 +206,27 @@ def notes(folder: Path | None) -> dict[str, Any]:
         folder: a complete checkpoint, or None.
     """
     return json.loads((folder / STATE).read_text()).get("notes", {}) if folder else {}
+
+
+def unscored(folder: Path | None, device: torch.device) -> RolloutBatch | None:
+    """The completions of the next step, if the run was saved because they could not be scored.
+
+    Args:
+        folder: a complete checkpoint, or None.
+        device: of the policy.
+
+    Returns:
+        Those of this rank. None if there are none, or if they are of another number of ranks: they are sampled again.
+    """
+    if folder is None or not (folder / ROLLOUT).is_file():
+        return None
+    if json.loads((folder / STATE).read_text())["num_ranks"] != distributed.num_ranks():
+        return None
+    prefix = f"rank{distributed.rank()}/"
+    with safe_open(folder / ROLLOUT, "pt") as file:
+        fields = {key.removeprefix(prefix): file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}  # noqa: SIM118
+    distributed.print_main(f"{folder} holds completions that were not scored: they come first")
+    return RolloutBatch(**fields).to(device)
 
 
 def load(folder: Path, optimizer: AdamW, cfg: Any) -> tuple[int, int]:
@@ -254,14 +283,15 @@ def keep_batch(out_dir: str, step: int, micros: list[RolloutBatch]) -> Iterator[
     except FloatingPointError as error:
         Path(out_dir).mkdir(parents=True, exist_ok=True)  # a rank on another machine
         path = Path(out_dir) / f"not_finite-step{step:06d}-rank{distributed.rank()}.safetensors"
-        tensors = {
-            f"micro{i}/{field.name}": getattr(micro, field.name).detach().cpu().contiguous()
-            for i, micro in enumerate(micros)
-            for field in dataclasses.fields(micro)
-            if getattr(micro, field.name) is not None
-        }
-        save_file(tensors, path)
+        save_file({f"micro{i}/{k}": v for i, micro in enumerate(micros) for k, v in _tensors(micro).items()}, path)
         raise FloatingPointError(f"step {step}: {error}; the batch is in {path}") from error
+
+
+def _tensors(batch: RolloutBatch) -> dict[str, torch.Tensor]:
+    """The fields of a batch that are there, on the CPU; what images it refers to comes from the data again."""
+    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    copies = {k: v.detach().cpu().clone() for k, v in values.items() if isinstance(v, torch.Tensor)}
+    return {name: tensor.contiguous() for name, tensor in copies.items()}  # copies: two masks may be one tensor
 
 
 def _step(folder: Path) -> int:

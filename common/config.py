@@ -129,6 +129,13 @@ def check_rl(cfg: Any) -> None:
     at_least(cfg, 2, "group_size")  # a group of one has no baseline
     at_least(cfg, 0, "overlong_cache", "dynamic_sampling", "kl_coef", "reference_refresh")
     no_longer_than_completions(cfg, "overlong_cache")
+    above_zero(cfg, "reward_patience")
+    require(
+        not (cfg.reward_url and cfg.reward_model),
+        f"reward_url = {cfg.reward_url!r}, reward_model = {cfg.reward_model!r}",
+        "the service scores alone",
+        "leave one of them empty",
+    )
     require(
         cfg.kl_coef > 0 or not cfg.reference_refresh,
         f"reference_refresh = {cfg.reference_refresh}",

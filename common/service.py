@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import requests
 import safetensors.torch
 import torch
+import urllib3
 
 from common import background
 from common.distributed import OutageError, print_main
@@ -26,6 +27,7 @@ from common.distributed import OutageError, print_main
 CONNECT_SECONDS = 5.0
 HEALTH_SECONDS = 10.0  # for an answer of /health, which computes nothing
 PAUSES = (0.1, 5.0)  # seconds between tries: the first, and what doubling ends at
+REPORT_SECONDS = 15.0  # between lines that say that the run still waits
 MAX_ERRORS = 2  # repetitions of a request that the server failed at: more would only repeat its error
 
 
@@ -84,15 +86,25 @@ class Service:
         on_recovery: called when the service is back after an outage, before anything else is sent; it may use `once`.
     """
 
-    def __init__(self, url: str, *, token: str = "", timeout_s: float, patience_s: float, workers: int = 1):
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str = "",
+        timeout_s: float,
+        patience_s: float,
+        workers: int = 1,
+        content_type: str = "application/octet-stream",
+    ):
         """Notes where the service is; nothing is sent yet.
 
         Args:
             url: such as "http://127.0.0.1:15555".
             token: sent as "Authorization: Bearer ..." if not empty.
-            timeout_s: seconds for the answer of one request.
+            timeout_s: seconds for the answer of one request, until its last byte.
             patience_s: seconds that the service may stay away before the run gives up.
             workers: requests in flight at a time in `each`.
+            content_type: of the bodies sent.
 
         Raises:
             ValueError: not an address, or a number out of range.
@@ -104,7 +116,7 @@ class Service:
             if not value > 0:
                 raise ValueError(f"{name} = {value}: must be above 0; raise it")
         self.url, self.token, self.timeout_s, self.patience_s = url.rstrip("/"), token, timeout_s, patience_s
-        self.workers, self.on_recovery = workers, lambda: None
+        self.workers, self.content_type, self.on_recovery = workers, content_type, lambda: None
         self._local = is_loopback(parts.hostname)
         self._idle: list[requests.Session] = []  # one for each request in flight: their connections stay open
         self._outage: Future | None = None  # done when the service is back, or given up
@@ -129,7 +141,7 @@ class Service:
 
         Args:
             path: such as "/topk_logprobs".
-            body: from `pack`.
+            body: from `pack`, or JSON.
         """
         return self._request("POST", path, body)
 
@@ -187,17 +199,27 @@ class Service:
             session = requests.Session()
             # a proxy in the environment is not for loopback; and .netrc must not replace the token, hence the auth
             session.trust_env, session.auth = not self._local, self._authorize
+        seconds = seconds or self.timeout_s
+        # a server that knows this header does not compute what nobody waits for any more
+        headers = {"X-Timeout-Ms": str(int(1000 * seconds))} | ({"Content-Type": self.content_type} if body else {})
+        end = time.monotonic() + seconds
         try:
-            answer = session.request(method, self.url + path, data=body, allow_redirects=False,
-                                     timeout=(CONNECT_SECONDS, seconds or self.timeout_s))  # fmt: skip
-        except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
+            answer = session.request(method, self.url + path, data=body, headers=headers, allow_redirects=False,
+                                     stream=True, timeout=(CONNECT_SECONDS, seconds))  # fmt: skip
+            content = bytearray()
+            while part := answer.raw.read1(2**20, decode_content=True):
+                content += part
+                if time.monotonic() > end:  # the timeout of a connection begins anew with every part
+                    answer.close()
+                    raise requests.Timeout(f"the answer was not complete after {seconds:g} s")
+        except (requests.ConnectionError, requests.Timeout, urllib3.exceptions.HTTPError) as error:
             raise Unavailable(f"{type(error).__name__}: {error}") from error
         finally:
             self._idle.append(session)
         status = answer.status_code
         if status == 200:
-            return answer.content
-        text = f"{method} {self.url}{path}: status {status}, {_said(answer)}"
+            return bytes(content)
+        text = f"{method} {self.url}{path}: status {status}, {_said(content)}"
         if status in (429, 502, 503, 504):
             wait = answer.headers.get("Retry-After", "")
             raise Unavailable(text, busy=status in (429, 504), retry_after=float(wait) if wait.isdigit() else 0.0)
@@ -247,23 +269,24 @@ class Service:
         outage.set_result(None)
 
     def _probe(self, patience_s: float, then: Callable[[], None] = lambda: None) -> None:
-        start, pause, waiting = time.monotonic(), PAUSES[0], False
+        start, pause, reported = time.monotonic(), PAUSES[0], None
         while True:
             try:
                 self.once("GET", "/health", seconds=min(HEALTH_SECONDS, self.timeout_s))
                 then()
                 break
             except Unavailable as error:
-                left = start + patience_s - time.monotonic()
+                now = time.monotonic()
+                left = start + patience_s - now
                 if left <= 0:
                     raise self._given_up(patience_s, error) from error
-                if not waiting:
-                    text = f"{self.url} is not ready: waiting for it, up to {patience_s:g} s ({error})"
+                if reported is None or now - reported > REPORT_SECONDS:
+                    text = f"{self.url} is not ready: waiting for it, up to {left:.3g} s ({error})"
                     print_main(text, file=sys.stderr)
-                waiting = True
+                    reported = now
                 self._sleep(min(left, pause))
                 pause = min(2 * pause, PAUSES[1])
-        if waiting:
+        if reported is not None:
             print_main(f"{self.url} is ready after {time.monotonic() - start:.0f} s: going on", file=sys.stderr)
 
     def _sleep(self, seconds: float) -> None:
@@ -277,9 +300,9 @@ class Service:
         )
 
 
-def _said(answer: requests.Response) -> str:
+def _said(content: bytes | bytearray) -> str:
     """The error text of a server."""
     try:
-        return str(answer.json()["error"])
+        return str(json.loads(content)["error"])
     except (ValueError, KeyError, TypeError):  # not one of ours
-        return answer.text[:500]
+        return content[:500].decode(errors="replace")

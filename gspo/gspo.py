@@ -16,7 +16,7 @@ from transformers import set_seed
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
 from common import advantages, background, checkpoint, config, data, devices, distributed, logprobs, losses, metrics
-from common import models, optim, profiling, rewards, rollout
+from common import models, optim, profiling, reward_client, rewards, rollout
 from common.config import require
 
 POLICY_GPU_IDS = (0,)  # the policy's GPU
@@ -32,6 +32,9 @@ class Config:
     policy_model: str = "toy"  # built-in; or a hub id or folder: "Qwen/Qwen2.5-0.5B-Instruct"
     reward_model: str = ""  # sequence classifier with one output, hub id or folder; its score joins REWARDS
     reward_model_weight: float = 1.0  # weight of its score in the sum
+    reward_url: str = ""  # service that scores in place of REWARDS, "http://127.0.0.1:8899": common/reward_client.py
+    reward_patience: float = 900.0  # seconds to wait while it is away; then the run saves and exits with code 75
+    allow_reward_change: bool = False  # resume although the service scores in another way than it did
     train_data: str = "toy"  # built-in; or a .jsonl file, a saved datasets folder, a hub id: "openai/gsm8k:main"
     eval_data: str = "toy"  # the same, held out (split "test" of a hub id); "": no evaluation
     apply_chat_template: bool = True  # a prompt given as text becomes one user message, if the tokenizer has a template
@@ -143,21 +146,24 @@ def gspo_loss(policy, micro, cfg, num_sequences):
 
 
 # [copy]
-def score(examples_P, batch, tokenizer, reward_model, cfg):
-    """Completions as text, their rewards [B], and the rewards by function, of which the reward model is one."""
+def score(examples_P, batch, tokenizer, judge, cfg):
+    """Completions as text, their rewards [B], and by function, reward model or part of a service."""
     group_size = len(batch) // len(examples_P)
     completions_B = batch.texts(tokenizer)
     answers_B, columns = data.collate_columns(examples_P, group_size)
     columns["completion_tokens"] = batch.lengths.tolist()
     scores = {}
-    if reward_model is not None:
+    if cfg.reward_url:
+        scores = judge.scores(completions_B, answers_B, columns, group_size)
+    elif judge is not None:
         prompts_B = [example.prompt for example in examples_P for _ in range(group_size)]
-        scores["reward_model"] = (reward_model.scores(prompts_B, completions_B), cfg.reward_model_weight)
-    return rewards.Scored(completions_B, *rewards.score(REWARDS, completions_B, answers_B, columns, extra=scores))
+        scores["reward_model"] = (judge.scores(prompts_B, completions_B), cfg.reward_model_weight)
+    functions = () if cfg.reward_url else REWARDS
+    return rewards.Scored(completions_B, *rewards.score(functions, completions_B, answers_B, columns, extra=scores))
 
 
 # [copy]
-def resample(examples_P, batch, scoring, prompts, sampler, tokenizer, reward_model, cfg, step):
+def resample(examples_P, batch, scoring, prompts, sampler, tokenizer, judge, cfg, step):
     """Dynamic sampling: new prompts take the places of groups with equal rewards, which teach nothing.
 
     DAPO's rule (arXiv 2503.14476, Eq. 11) for any reward, up to a number of rounds; a group still equal then stays.
@@ -178,19 +184,19 @@ def resample(examples_P, batch, scoring, prompts, sampler, tokenizer, reward_mod
                                        temperature=cfg.temperature, seed=cfg.seed, step=step,
                                        prompt_numbers=numbers)  # fmt: skip
                 batch = batch.put(torch.tensor(rows), new)
-                scored.put(rows, score(new_P, new, tokenizer, reward_model, cfg))
+                scored.put(rows, score(new_P, new, tokenizer, judge, cfg))
         replaced += len(places)
     return batch, replaced / len(examples_P)
 
 
 # [copy]
-def evaluate(sampler, examples, tokenizer, reward_model, cfg):
+def evaluate(sampler, examples, tokenizer, judge, cfg):
     """Mean reward of greedy completions, over the examples of all ranks."""
     total, count, size = 0.0, 0, cfg.batch_size * cfg.group_size
     with distributed.together("evaluate"):
         for part in [examples[i : i + size] for i in range(0, len(examples), size)]:
             batch = sampler.generate([e.prompt_ids for e in part], group_size=1, temperature=0)
-            rewards_E = score(part, batch, tokenizer, reward_model, cfg).rewards
+            rewards_E = score(part, batch, tokenizer, judge, cfg).rewards
             total, count = total + rewards_E.nansum().item(), count + int((~rewards_E.isnan()).sum())
     total, count = distributed.sum_over_ranks(total), distributed.sum_over_ranks(count)
     return total / count if count else float("nan")
@@ -205,12 +211,16 @@ def main(cfg: Config) -> None:
     tokenizer, model = models.load_policy(str(resumed or cfg.policy_model), home, cfg.dtype, cfg.gradient_checkpointing)
     models.warn_learning_rate(cfg.learning_rate, model)
     policy = logprobs.LogProbs(model, cfg.temperature, cfg.compile)
-    frozen, reference, reward_model = None, None, None
+    frozen, reference, judge = None, None, None
     if cfg.kl_coef > 0:
         frozen = models.load_frozen(checkpoint.reference(resumed, cfg), gpus.reference, cfg.dtype)
         reference = logprobs.LogProbs(frozen, cfg.temperature, cfg.compile)
     if cfg.reward_model:
-        reward_model = rewards.RewardModel(cfg.reward_model, gpus.reward, models.pick_dtype(cfg.dtype, gpus.reward))
+        judge = rewards.RewardModel(cfg.reward_model, gpus.reward, models.pick_dtype(cfg.dtype, gpus.reward))
+    if cfg.reward_url:
+        was = None if cfg.allow_reward_change else checkpoint.notes(resumed).get("reward_service")
+        with checkpoint.save_on_outage(), distributed.together("find the reward service"):
+            judge = reward_client.RewardService(cfg.reward_url, patience_s=cfg.reward_patience, fingerprint=was)
     optimizer = optim.AdamW(model, cfg.learning_rate, weight_decay=cfg.weight_decay)
     reading = dict(max_prompt_tokens=cfg.max_prompt_tokens, apply_chat_template=cfg.apply_chat_template,
                    system_prompt=cfg.system_prompt)  # fmt: skip
@@ -229,23 +239,35 @@ def main(cfg: Config) -> None:
     prompts = data.PromptStream(train_examples, cfg.batch_size, cfg.seed, position)
     config.save(cfg, cfg.out_dir)
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
-    if eval_examples and start == 0:
-        log.eval(0, eval_reward=evaluate(sampler, eval_examples, tokenizer, reward_model, cfg))
+    done, position, batch, unscored = start, prompts.position, None, checkpoint.unscored(resumed, home)
 
-    with checkpoint.stop_on_signal() as stop, profiling.trace(cfg.out_dir, cfg.profile) as profiled:
+    def save(rollout=None):
+        notes = {"reward_service": judge.fingerprint} if cfg.reward_url else {}
+        with log.time_save(done):
+            checkpoint.save(cfg.out_dir, done, model, tokenizer, optimizer, position, cfg, notes=notes, rollout=rollout,
+                            reference=frozen if cfg.reference_refresh else None)  # fmt: skip
+
+    with (
+        checkpoint.stop_on_signal() as stop,
+        profiling.trace(cfg.out_dir, cfg.profile) as profiled,
+        checkpoint.save_on_outage(lambda: save(batch)),  # of the reward service: after a resume, the batch comes first
+    ):
+        if eval_examples and start == 0:
+            log.eval(0, eval_reward=evaluate(sampler, eval_examples, tokenizer, judge, cfg))
         for step in range(start + 1, cfg.steps + 1):
             # 1. rollout: B completions from the current policy
             examples_P = prompts.next()
             with log.time("rollout"):
-                batch = sampler.generate([e.prompt_ids for e in examples_P], group_size=cfg.group_size,
-                                         temperature=cfg.temperature, seed=cfg.seed, step=step)  # fmt: skip
+                batch = unscored or sampler.generate([e.prompt_ids for e in examples_P], group_size=cfg.group_size,
+                                                     temperature=cfg.temperature, seed=cfg.seed, step=step)  # fmt: skip
+                unscored = None
 
             # 2. score: rewards, and meanwhile log-probs; rewards stay rewards, advantages get their own name
-            scoring = background.start(score, examples_P, batch, tokenizer, reward_model, cfg)
+            scoring = background.start(score, examples_P, batch, tokenizer, judge, cfg)
             if cfg.dynamic_sampling:
                 with log.time("resample"):
                     batch, resampled = resample(
-                        examples_P, batch, scoring, prompts, sampler, tokenizer, reward_model, cfg, step
+                        examples_P, batch, scoring, prompts, sampler, tokenizer, judge, cfg, step
                     )
                 log.add(len(examples_P), resampled=resampled)
             minibatches = batch.minibatches(cfg.num_minibatches, cfg.micro_batch_tokens, policy.packed)
@@ -284,18 +306,17 @@ def main(cfg: Config) -> None:
                     optimizer.check()  # a gradient that is not finite
             if cfg.reference_refresh and step % cfg.reference_refresh == 0:
                 models.refresh([model, frozen])
+            done, position, batch = step, prompts.position, None
 
             # 4. report and save
             log.end_step(step, learning_rate=optimizer.learning_rate)
             if cfg.sample_every and step % cfg.sample_every == 0:
                 log.samples(step, examples_P, scored.completions, scored.rewards.tolist(), cfg.print_samples)
             if eval_examples and (step % cfg.eval_every == 0 or step == cfg.steps):
-                log.eval(step, eval_reward=evaluate(sampler, eval_examples, tokenizer, reward_model, cfg))
+                log.eval(step, eval_reward=evaluate(sampler, eval_examples, tokenizer, judge, cfg))
             stopping = bool(stop)  # read once: a signal may come while the checkpoint is written
             if step % cfg.save_every == 0 or step == cfg.steps or stopping:
-                with log.time_save(step):
-                    checkpoint.save(cfg.out_dir, step, model, tokenizer, optimizer, prompts.position, cfg,
-                                    reference=frozen if cfg.reference_refresh else None)  # fmt: skip
+                save()
             profiled()
             if stopping:
                 break

@@ -2,13 +2,15 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
+BUCKET_ELEMENTS = 2**26  # gradients that travel at once
 OUTAGE_EXIT_CODE = 75  # of a run that saved and gave up waiting for a service: start it again later (EX_TEMPFAIL)
 
 
@@ -69,6 +71,35 @@ def sum_over_ranks(value: float) -> float:
 def any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank; a collective."""
     return any(gather_objects(flag))
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Adds up gradients over all ranks, in place; a collective, for loops without DistributedDataParallel.
+
+    Args:
+        parameters: the same on every rank, in the same order; where a rank has no gradient, it counts as 0.
+    """
+    if num_ranks() == 1:
+        return
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for parameter in parameters:
+        if parameter.grad is None:  # such as the vision tower on a rank without images
+            parameter.grad = torch.zeros_like(parameter)
+        if bucket and (size + parameter.numel() > BUCKET_ELEMENTS or bucket[0].dtype != parameter.dtype):
+            _sum_bucket(bucket)
+            bucket, size = [], 0
+        bucket.append(parameter.grad)
+        size += parameter.numel()
+    if bucket:
+        _sum_bucket(bucket)
+
+
+def _sum_bucket(gradients: list[torch.Tensor]) -> None:
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from common import attention, sampling
 from common.cache import FlashCache, SdpaCache, Space
 from common.head import vocabulary_logits, wide_weight
+from common.images import Images
 from common.models import eval_mode, merged_adapters
 from common.sampling import Sampling
 
@@ -71,7 +72,7 @@ class Engine:
         self.suppressed = torch.tensor(list(suppressed_ids), dtype=torch.long, device=self.device)
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
         self.pool = None  # memory shared by all graphs
-        self.state = torch.empty(6, 0)
+        self.state = torch.empty(7, 0)
         self.out_tokens = torch.empty(0)
 
     @property
@@ -84,7 +85,13 @@ class Engine:
 
     @torch.no_grad()
     def decode(
-        self, prompts: Sequence[list[int]], group_size: int, uniforms: torch.Tensor, how: Sampling, max_rows: int = 0
+        self,
+        prompts: Sequence[list[int]],
+        group_size: int,
+        uniforms: torch.Tensor,
+        how: Sampling,
+        max_rows: int = 0,
+        images: Images | None = None,
     ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
         """Completions of every prompt; yields while the device is at work, so that engines can take turns.
 
@@ -94,6 +101,7 @@ class Engine:
             uniforms: [B, T] fp64, random numbers of the sequences.
             how: the distribution tokens are drawn from.
             max_rows: sequences decoded at once, at most; 0: as many as memory holds. The others wait.
+            images: of the P prompts, if the model is given any.
 
         Returns:
             Tokens [B, T] int64, -1 after the end, and their log-probabilities [B, T] fp32, 0 after the end.
@@ -119,7 +127,7 @@ class Engine:
                         prompt_slots[prompt] = free_prompts.pop()
                         first = prompt * group_size
                         rows += [Row(first + i, free_rows.pop(), step) for i in range(group_size)]
-                    self._prefill(prompts, entering, prompt_slots, rows, how)
+                    self._prefill(prompts, entering, prompt_slots, rows, how, images)
                     changed = True
                 b = self._batch_size(len(rows), space)
                 if changed:
@@ -202,8 +210,8 @@ class Engine:
         moved = self.cache.reserve(space)
         if rows > self.state.shape[1]:
             moved = True
-            self.state = torch.zeros(6, rows, dtype=torch.long, device=self.device)
-            self.token, self.count, self.sequence, self.start, self.prompt_length, self.done = self.state
+            self.state = torch.zeros(7, rows, dtype=torch.long, device=self.device)
+            self.token, self.count, self.sequence, self.start, self.prompt_length, self.done, self.ahead = self.state
             self.healthy = torch.ones((), dtype=torch.bool, device=self.device)
         if total >= len(self.out_tokens):
             moved = True
@@ -241,7 +249,7 @@ class Engine:
             size *= 2
         return min(size, space.batch)
 
-    def _prefill(self, prompts, entering, prompt_slots, rows, how) -> None:
+    def _prefill(self, prompts, entering, prompt_slots, rows, how, images) -> None:
         """Reads prompts and draws the first token of each of their rows, which are the last ones of the batch."""
         group_size = self.cache.space.group_size
         first_row = len(rows) - len(entering) * group_size
@@ -251,14 +259,21 @@ class Engine:
             way = self.cache.prefill(lengths, [prompt_slots[i] for i in part], batch_rows)
             ids = torch.tensor([[token for i in part for token in prompts[i]]], device=self.device)
             positions = torch.cat([torch.arange(n) for n in lengths])[None].to(self.device)
+            given, ahead = {"input_ids": ids, "position_ids": positions}, torch.zeros(len(part), dtype=torch.long)
+            if images is not None:
+                own = images.select(torch.tensor(part)).to(self.device)
+                row = torch.arange(len(part)).repeat_interleave(torch.tensor(lengths))[None].to(self.device)
+                given = own.inputs(self.model, ids, row, positions)
+                ahead = own.ends[own.prompts] - torch.tensor(lengths)
             with torch.compiler.set_stance("force_eager"):  # layers compiled for the update are not for this
-                hidden = self.decoder(input_ids=ids, position_ids=positions, **attention.inputs(self.device, way))
+                hidden = self.decoder(**given, **attention.inputs(self.device, way))
             last = hidden.last_hidden_state[0, way.offsets[1:].long() - 1].repeat_interleave(group_size, 0)
             here = slice(first_row, first_row + len(last))
             placed = [(row.sequence, self.cache.row_start(row.slot)) for row in rows[here]]
             sequences, starts = torch.tensor(placed, device=self.device).T
             self.sequence[here], self.start[here], self.count[here], self.done[here] = sequences, starts, 0, 0
             self.prompt_length[here] = torch.tensor(lengths, device=self.device).repeat_interleave(group_size)
+            self.ahead[here] = ahead.to(self.device).repeat_interleave(group_size)  # images take fewer positions
             self._emit(last, here, how, self._draw_eager)
             first_row += len(last)
 
@@ -268,7 +283,7 @@ class Engine:
         shared = Counter(row.sequence // self.cache.space.group_size for row in rows)
         self.cache.arrange([(prompt_slots[i], len(prompts[i]), shared[i]) for i in shared], b)
         if b > len(rows):
-            nothing = torch.tensor([0, 1, 0, self.cache.padding, 0, 1], device=self.device)
+            nothing = torch.tensor([0, 1, 0, self.cache.padding, 0, 1, 0], device=self.device)
             self.state[:, len(rows) : b] = nothing[:, None]
 
     def _keep(self, kept: list[int], before: int) -> None:
@@ -292,7 +307,9 @@ class Engine:
         position = self.prompt_length[:b] + self.count[:b] - 1
         way = self.cache.decode(self.start[:b], self.count[:b], position, longest)
         kwargs = attention.inputs(self.device, way)
-        hidden = self.decoder(input_ids=self.token[:b, None], position_ids=position[:, None], **kwargs)
+        hidden = self.decoder(
+            input_ids=self.token[:b, None], position_ids=(position + self.ahead[:b])[:, None], **kwargs
+        )
         self._emit(hidden.last_hidden_state[:, 0], slice(0, b), how, self._draw)
 
     def _emit(self, hidden: torch.Tensor, rows: slice, how: Sampling, draw) -> None:

@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from common import sampling
 from common.engine import CHECK_EVERY, NOT_FINITE
 from common.head import vocabulary_logits, wide_weight
+from common.images import Images
 from common.models import eval_mode, merged_adapters
 from common.sampling import Sampling
 
@@ -27,6 +28,7 @@ def decode(
     end_ids: Sequence[int],
     suppressed_ids: Sequence[int] = (),
     max_rows: int = 0,
+    images: Images | None = None,
 ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
     """Completions of every prompt; yields after each token, so that models on several GPUs can take turns.
 
@@ -39,6 +41,7 @@ def decode(
         end_ids: every token that ends a completion.
         suppressed_ids: tokens that are never drawn.
         max_rows: sequences decoded at once, at most, but one group at least; 0: all.
+        images: of the P prompts, if the model is given any.
 
     Returns:
         Tokens [B, T] int64, -1 after the end, and their log-probabilities [B, T] fp32, 0 after the end.
@@ -51,7 +54,9 @@ def decode(
     for i in range(0, len(prompts), at_once):
         part = prompts[i : i + at_once]
         rows = slice(i * group_size, (i + len(part)) * group_size)
-        parts.append((yield from _decode(model, part, group_size, uniforms[rows], how, end_ids, suppressed_ids)))
+        seen = None if images is None else images.select(torch.arange(i, i + len(part)))
+        work = part, group_size, uniforms[rows], how, end_ids, suppressed_ids, seen
+        parts.append((yield from _decode(model, *work)))
     tokens, logps = zip(*parts, strict=True)
     return torch.cat(tokens), torch.cat(logps)
 
@@ -64,6 +69,7 @@ def _decode(
     how: Sampling,
     end_ids: Sequence[int],
     suppressed_ids: Sequence[int],
+    images: Images | None,
 ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
     """The prompts that are decoded at once."""
     device, (B, T) = model.device, uniforms.shape
@@ -85,15 +91,20 @@ def _decode(
 
     with eval_mode(model), merged_adapters(model):
         # the prompt is read once per group; its keys and values are then repeated
-        positions = (prompt_mask.long().cumsum(-1) - 1).clamp(min=0)
-        hidden = decoder(
-            input_ids=prompt_ids, attention_mask=prompt_mask.long(), position_ids=positions, **cached
-        ).last_hidden_state[:, -1]
+        places = prompt_mask.long().cumsum(-1) - 1  # -1 where there is padding
+        next_positions = prompt_lengths
+        if images is None:
+            given = {"input_ids": prompt_ids, "position_ids": places.clamp(min=0)}
+        else:
+            images = images.to(device)
+            given = images.inputs(model, prompt_ids, torch.arange(len(prompts), device=device)[:, None], places)
+            next_positions = images.ends[images.prompts].to(device)
+        hidden = decoder(**given, attention_mask=prompt_mask.long(), **cached).last_hidden_state[:, -1]
         hidden = hidden.repeat_interleave(group_size, 0)
         cache.batch_repeat_interleave(group_size)
         # rows: the sequences still running, by their place in the batch
         rows = torch.arange(B, device=device)
-        prompt_lengths = prompt_lengths.repeat_interleave(group_size)
+        next_positions = next_positions.repeat_interleave(group_size)
         attention_mask = torch.ones(B, Q + T, dtype=torch.long, device=device)
         attention_mask[:, :Q] = prompt_mask.repeat_interleave(group_size, 0)
         ended = torch.zeros(B, dtype=torch.bool, device=device)
@@ -117,7 +128,7 @@ def _decode(
             hidden = decoder(
                 input_ids=tokens[:, None],
                 attention_mask=attention_mask[rows, : Q + t + 1],
-                position_ids=(prompt_lengths[rows] + t)[:, None],
+                position_ids=(next_positions[rows] + t)[:, None],
                 **cached,
             ).last_hidden_state[:, -1]
             healthy &= hidden.isfinite().all()

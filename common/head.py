@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 CHUNK_TOKENS = 1024  # tokens projected to the vocabulary at once: 0.6 GiB of fp32 logits at V = 151,936
+NEVER = -1e9  # logit of a suppressed token: probability 0, at any temperature, and its square is still finite
 LARGEST = 2.0**14  # gradients of logits are scaled to this size: fp16 holds 6e-8 to 65,504
 
 
@@ -48,6 +49,7 @@ def token_logps(
     temperature: float,
     compile: bool = False,
     train_entropy: bool = False,
+    suppressed_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy of tokens, in fp32, a chunk of the logits at a time.
 
@@ -58,12 +60,13 @@ def token_logps(
         temperature: divides the logits.
         compile: compile what is not a matrix product.
         train_entropy: let gradients through the entropy too.
+        suppressed_ids: int64, tokens of no probability, none of them among `ids`.
 
     Returns:
         [N] and [N] fp32, nats.
     """
     output = model.get_output_embeddings()
-    options = temperature, softcap_of(model), compile, train_entropy
+    options = temperature, softcap_of(model), compile, train_entropy, suppressed_ids
     return _Head.apply(hidden, output.weight, output.bias, ids, *options)
 
 
@@ -115,6 +118,11 @@ def project(
     if bias_V is not None:
         logits_nV += bias_V
     return logits_nV if softcap is None else logits_nV.div_(softcap).tanh_().mul_(softcap)
+
+
+def _suppress(logits_nV: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+    """The same logits, with those of some tokens so low that they are never drawn."""
+    return logits_nV if ids is None else logits_nV.index_fill_(-1, ids, NEVER)
 
 
 # The next two functions are compiled where that pays: then they read the logits once or twice and write no matrix but
@@ -172,14 +180,16 @@ class _Head(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, bias_V, ids_N, temperature, softcap, compile, train_entropy=False):
+    def forward(
+        ctx, hidden_NH, weight_VH, bias_V, ids_N, temperature, softcap, compile, train_entropy=False, suppressed=None
+    ):
         head_trained = weight_VH.requires_grad or (bias_V is not None and bias_V.requires_grad)
         ctx.frozen = hidden_NH.requires_grad and not head_trained and not train_entropy
-        ctx.options = temperature, softcap, compile
+        ctx.options = temperature, softcap, compile, suppressed
         operand_VH = operand(weight_VH)
         stats, jacobian = [], []
         for hidden_nH, ids_n in chunks(hidden_NH, ids_N):
-            logits_nV = project(hidden_nH, operand_VH, bias_V, softcap)
+            logits_nV = _suppress(project(hidden_nH, operand_VH, bias_V, softcap), suppressed)
             stats.append(kernel(_stats, compile)(logits_nV, ids_n, temperature))
             if ctx.frozen:
                 args = ids_n, stats[-1][2], torch.full_like(stats[-1][2], LARGEST), temperature, softcap
@@ -201,9 +211,9 @@ class _Head(torch.autograd.Function):
     def backward(ctx, grad_N, entropy_grad_N):
         if ctx.frozen:
             (jacobian_NH,) = ctx.saved_tensors
-            return (jacobian_NH * grad_N[:, None]).to(jacobian_NH.dtype), *[None] * 7
+            return (jacobian_NH * grad_N[:, None]).to(jacobian_NH.dtype), *[None] * 8
         hidden_NH, weight_VH, bias_V, ids_N, lse_N, *entropy = ctx.saved_tensors
-        temperature, softcap, compile = ctx.options
+        temperature, softcap, compile, suppressed = ctx.options
         # the largest becomes LARGEST, whatever the loss is scaled by: fp16 neither overflows nor loses the small ones
         factor_N = grad_N / temperature
         largest_N = factor_N.abs()
@@ -217,7 +227,7 @@ class _Head(torch.autograd.Function):
         grad_hidden, grad_VH = [], torch.zeros_like(weight_VH, dtype=torch.float32) if train_weight else None
         grad_V = torch.zeros(len(weight_VH), device=weight_VH.device)
         for hidden_nH, ids_n, lse_n, factor_n, *entropy_n in chunks(hidden_NH, ids_N, lse_N, factor_N, *entropy):
-            logits_nV = project(hidden_nH, operand_VH, bias_V, softcap)
+            logits_nV = _suppress(project(hidden_nH, operand_VH, bias_V, softcap), suppressed)
             args = ids_n, lse_n, factor_n, temperature, softcap, operand_VH.dtype, *entropy_n
             grad_nV = kernel(_logit_gradient, compile)(logits_nV, *args)
             del logits_nV
@@ -229,7 +239,7 @@ class _Head(torch.autograd.Function):
             del grad_nV
         grad_weight = grad_VH.mul_(unit).to(weight_VH.dtype) if train_weight else None
         grad_bias = None if bias_V is None else (grad_V * unit).to(bias_V.dtype)
-        return torch.cat(grad_hidden), grad_weight, grad_bias, *[None] * 5
+        return torch.cat(grad_hidden), grad_weight, grad_bias, *[None] * 6
 
 
 def chunks(*tensors_N: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

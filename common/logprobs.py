@@ -4,7 +4,7 @@ Dims: m sequences, Q prompt tokens, C completion tokens, T = Q + C, M tokens of 
 V vocabulary, N completion tokens of a batch, n of them in one chunk.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import attention
 from common.head import token_logps, vocabulary_logits
+from common.images import Images, join
 
 FORWARD_FACTOR = 4  # without gradients, this many times the tokens of a micro-batch fit into memory
 
@@ -37,7 +38,14 @@ class LogProbs(nn.Module):
         compiled: whether transformer blocks and head are compiled.
     """
 
-    def __init__(self, model: nn.Module, temperature: float, compile: bool = False, train_entropy: bool = False):
+    def __init__(
+        self,
+        model: nn.Module,
+        temperature: float,
+        compile: bool = False,
+        train_entropy: bool = False,
+        suppressed_ids: Sequence[int] = (),
+    ):
         """Wraps a model, whose attention becomes that of common/attention.py if it is of the plain causal kind.
 
         Args:
@@ -46,6 +54,7 @@ class LogProbs(nn.Module):
             compile: compile what is worth it, on a GPU; not under DataParallel, whose copies and threads would have
                 every GPU compile for itself, at the same time.
             train_entropy: let gradients through the entropy too, for an entropy bonus.
+            suppressed_ids: tokens that are never sampled, as `rollout.Sampler` was told.
 
         Raises:
             TypeError: the output head is more than a linear layer, such as one with an adapter.
@@ -59,6 +68,7 @@ class LogProbs(nn.Module):
             )
         self.model = model
         self.temperature, self.train_entropy = temperature, train_entropy
+        self.suppressed_ids = torch.tensor(list(suppressed_ids), device=head.weight.device) if suppressed_ids else None
         support = attention.install(model)
         self.packed = not support.reason
         self.window = support.window
@@ -74,6 +84,7 @@ class LogProbs(nn.Module):
         prompt_mask: torch.Tensor,
         completion_ids: torch.Tensor,
         completion_mask: torch.Tensor,
+        images: Images | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability and entropy of every completion token.
 
@@ -82,13 +93,15 @@ class LogProbs(nn.Module):
             prompt_mask: [m, Q] bool.
             completion_ids: [m, C] int64, padded on the right.
             completion_mask: [m, C] bool, the tokens of a completion, the end token included: its first ones, or none.
+            images: of the m prompts, if the policy is given any.
 
         Returns:
             Log-probabilities [m, C] and entropies [m, C], fp32, nats, 0 where masked.
         """
-        hidden_NH, place = self.states(prompt_ids, prompt_mask, completion_ids, completion_mask)
+        hidden_NH, place = self.states(prompt_ids, prompt_mask, completion_ids, completion_mask, images)
         device, there = completion_ids.device, self.model.get_output_embeddings().weight.device  # a model may be spread
-        how = self.temperature, self.compiled, self.train_entropy
+        suppressed = None if self.suppressed_ids is None else self.suppressed_ids.to(there)
+        how = self.temperature, self.compiled, self.train_entropy, suppressed
         values = token_logps(self.model, hidden_NH.to(there), completion_ids[place].to(there), *how)
         zeros_mC = torch.zeros(completion_ids.shape, device=device)
         logps_mC, entropy_mC = (zeros_mC.index_put(place, values_N.to(device)) for values_N in values)
@@ -100,6 +113,7 @@ class LogProbs(nn.Module):
         prompt_mask: torch.Tensor,
         completion_ids: torch.Tensor,
         completion_mask: torch.Tensor,
+        images: Images | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """The last hidden states that predict the completion tokens.
 
@@ -108,9 +122,13 @@ class LogProbs(nn.Module):
             prompt_mask: the same.
             completion_ids: the same.
             completion_mask: the same.
+            images: the same.
 
         Returns:
             [N, H], and the row and column of each of the N tokens, [N] int64 both.
+
+        Raises:
+            ValueError: the images are of other prompts.
         """
         (m, Q), device = prompt_ids.shape, prompt_ids.device
         prompt_m, completion_m = prompt_mask.sum(1), completion_mask.sum(1)
@@ -119,19 +137,30 @@ class LogProbs(nn.Module):
         lengths, completions = torch.stack([length_m, completion_m]).tolist()
         ids_mT = torch.cat([prompt_ids, completion_ids], dim=1)
         decoder, T = self.model.get_decoder(), ids_mT.shape[1]
+        if images is not None:
+            images.check([n - c for n, c in zip(lengths, completions, strict=True)])
         if self.packed and max(lengths) <= self.window:
             row_M, place_M = _rows(length_m, sum(lengths))
             ids_1M = ids_mT[row_M, padding_m[row_M] + place_M][None]
             begin_m = length_m.cumsum(0) - length_m
+            if images is None:
+                given = {"input_ids": ids_1M, "position_ids": place_M[None]}
+            else:
+                given = images.inputs(self.model, ids_1M, row_M[None], place_M[None])
             packed = attention.inputs(device, attention.Packed.of(lengths, device))
-            hidden = decoder(input_ids=ids_1M, position_ids=place_M[None], **packed).last_hidden_state
+            hidden = decoder(**given, **packed).last_hidden_state
         else:
             # Each row is moved to the left, so that all padding is at its end, where causal attention never sees it: no
             # mask is needed, the fast kernels apply, and no position is left without anything to attend to.
-            moved_mT = torch.arange(max(lengths), device=device) + padding_m[:, None]
+            place_T = torch.arange(max(lengths), device=device)
+            moved_mT = place_T + padding_m[:, None]
             ids_mT = ids_mT.gather(1, moved_mT.clamp(max=T - 1))
             begin_m = torch.arange(m, device=device) * max(lengths)
-            hidden = decoder(input_ids=ids_mT, use_cache=False).last_hidden_state
+            if images is None:
+                given = {"input_ids": ids_mT}
+            else:
+                given = images.inputs(self.model, ids_mT, torch.arange(m, device=device)[:, None], place_T)
+            hidden = decoder(**given, use_cache=False).last_hidden_state
 
         # the state before a token predicts it; prompt and padding never reach the vocabulary
         row_N, place_N = _rows(completion_m, sum(completions))
@@ -140,7 +169,12 @@ class LogProbs(nn.Module):
 
 
 def fill(
-    micros: Iterable[Any], field: str, policy: nn.Module, device: torch.device, micro_batch_tokens: int = 0
+    micros: Iterable[Any],
+    field: str,
+    policy: nn.Module,
+    device: torch.device,
+    micro_batch_tokens: int = 0,
+    images: Images | None = None,
 ) -> None:
     """Writes log-probabilities under weights that are not trained here into micro-batches: old ones, the reference's.
 
@@ -152,6 +186,8 @@ def fill(
         micro_batch_tokens: what the micro-batches were cut to: without gradients FORWARD_FACTOR times as many tokens go
             into one forward pass, which is faster. 0: each alone, as the update computes it, so that without an update
             between them the ratio is exactly 1; more at once may round differently in half precision.
+        images: of the same prompts as the batch's own, by this model's vision tower, where that is another one: for a
+            reference whose policy trains its tower.
     """
     if isinstance(policy, DistributedDataParallel):
         policy = policy.module  # there is nothing to reduce, and no backward pass as it would expect
@@ -171,17 +207,23 @@ def fill(
     trained = any(p.requires_grad for p in policy.parameters())
     with torch.set_grad_enabled(trained and inner.compiled and not limit):
         for part in parts:
-            tokens = part[0].tokens if len(part) == 1 else _join([micro.tokens for micro in part])
+            given = [
+                micro.tokens if images is None else (*micro.tokens[:4], images.like(micro.images)) for micro in part
+            ]
+            tokens = given[0] if len(part) == 1 else _join(given)
             logps = policy(*(x.to(device) for x in tokens))[0].detach().split([len(micro.prompt_ids) for micro in part])
             for micro, logps_mC in zip(part, logps, strict=True):
                 width = micro.completion_ids.shape[1]
                 setattr(micro, field, logps_mC[:, :width].to(micro.prompt_ids.device))
 
 
-def _join(batches: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+def _join(batches: list[tuple[torch.Tensor | Images, ...]]) -> list[torch.Tensor | Images]:
     """Rows of several batches under one another: prompts padded on the left, completions on the right."""
     joined = []
     for i, tensors in enumerate(zip(*batches, strict=True)):
+        if isinstance(tensors[0], Images):
+            joined.append(join(tensors))
+            continue
         width = max(x.shape[1] for x in tensors)
         missing = [width - x.shape[1] for x in tensors]
         padded = [F.pad(x, (n, 0) if i < 2 else (0, n)) for x, n in zip(tensors, missing, strict=True)]

@@ -208,6 +208,7 @@ class Log:
             for i, example in enumerate(examples[:NUM_SAMPLES]):
                 completion, reward = completions[i * group_size], rewards[i * group_size]
                 line = {"step": step, "prompt": example.prompt, "completion": completion, "answer": example.answer}
+                line |= {"id": example.columns["id"]} if "id" in example.columns else {}
                 file.write(json.dumps({**line, "reward": _finite(reward)}, ensure_ascii=False) + "\n")
                 if show:
                     self.say(f"step {step}, reward {reward:.3g}, answer {example.answer!r}: {completion!r}")

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -20,7 +21,7 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging
 
-from common import logprobs
+from common import images, logprobs
 from common.distributed import print_main
 
 logging.disable_progress_bar()  # bars of loading and saving would tear the one of the training
@@ -180,7 +181,8 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) ->
         ValueError: there is none.
     """
     ids = set()
-    for value in (tokenizer.eos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id):
+    config = model.config.get_text_config()  # of a model that reads images; otherwise the config itself
+    for value in (tokenizer.eos_token_id, config.eos_token_id, model.generation_config.eos_token_id):
         ids.update(value if isinstance(value, (list, tuple)) else [value])
     ids.discard(None)
     if not ids:
@@ -206,7 +208,7 @@ def repair_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -
         print_main(f"pad token was {before!r}, the end token {tokenizer.eos_token!r}: now {tokenizer.pad_token!r}")
     if tokenizer.pad_token_id >= model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer))
-    model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.config.get_text_config().pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
 
 
 def replicate(model: PreTrainedModel, devices: tuple[torch.device, ...]) -> list[PreTrainedModel]:
@@ -312,7 +314,8 @@ def _read(name: str, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
     # rotary positions are an fp32 product, of which TF32 would keep 11 bits: positions above 2,048 would be rounded
     torch.set_float32_matmul_precision("highest")
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=False, **options)
+        kind = AutoModelForImageTextToText if images.is_vlm(source) else AutoModelForCausalLM
+        model = kind.from_pretrained(source, dtype=dtype, trust_remote_code=False, **options)
     except (OSError, ValueError) as error:
         raise ValueError(f"{_not_found(name)} ({error})") from error
     _switch_dropout_off(model)

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common import attention, fallback, sampling
 from common.distributed import print_main
 from common.engine import Engine
+from common.images import Images, is_vlm
 from common.sampling import Sampling
 
 PROMPT = ("prompt_ids", "prompt_mask")  # fields with a column per prompt token; others have one per completion token
@@ -52,6 +53,7 @@ class RolloutBatch:
         teacher_logps: [B, C, K] fp32, their log-probabilities.
         teacher_tail_logp: [B, C] fp32, log of the mass of all other tokens.
         teacher_token_logps: [B, C] fp32, of the completion's tokens, under the teacher.
+        images: of the prompts, if the policy was given any.
     """
 
     prompt_ids: torch.Tensor
@@ -73,14 +75,16 @@ class RolloutBatch:
     teacher_logps: torch.Tensor | None = None
     teacher_tail_logp: torch.Tensor | None = None
     teacher_token_logps: torch.Tensor | None = None
+    images: Images | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
 
     @property
-    def tokens(self) -> tuple[torch.Tensor, ...]:
+    def tokens(self) -> tuple[torch.Tensor | Images, ...]:
         """The arguments of `LogProbs`; dropped rows are computed too, so that dropping changes no rounding."""
-        return self.prompt_ids, self.prompt_mask, self.completion_ids, self.sampled_mask
+        tokens = self.prompt_ids, self.prompt_mask, self.completion_ids, self.sampled_mask
+        return tokens if self.images is None else (*tokens, self.images)
 
     @property
     def said(self) -> tuple[torch.Tensor, ...]:
@@ -125,6 +129,7 @@ class RolloutBatch:
         """
         there = rows.to(self.prompt_ids.device)
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        images = fields.pop("images")
         part = {k: v if v is None else v[rows if v.device.type == "cpu" else there] for k, v in fields.items()}
         Q, C = int(part["prompt_lengths"].max()), int(part["lengths"].max())
         for name in PROMPT:
@@ -132,7 +137,7 @@ class RolloutBatch:
         for name, value in part.items():
             if value is not None and value.dim() >= 2 and name not in PROMPT:
                 part[name] = value[:, :C]
-        return RolloutBatch(**part)
+        return RolloutBatch(**part, images=None if images is None else images.select(rows))
 
     def put(self, rows: torch.Tensor, other: "RolloutBatch") -> "RolloutBatch":
         """The batch with some rows replaced by those of another, as both come from the sampler.
@@ -146,6 +151,9 @@ class RolloutBatch:
             own, new = getattr(self, name), getattr(other, name)
             if name == "rows" or own is None:
                 fields[name] = own
+                continue
+            if name == "images":
+                fields[name] = own.put(rows, new)
                 continue
             if own.dim() == 2:  # of different widths
                 width, left = max(own.shape[1], new.shape[1]), name in PROMPT
@@ -264,6 +272,7 @@ class Sampler:
         seed: int = 0,
         step: int = 0,
         prompt_numbers: Sequence[int] | None = None,
+        images: Images | None = None,
     ) -> RolloutBatch:
         """Samples `group_size` completions for every prompt.
 
@@ -274,13 +283,23 @@ class Sampler:
             seed: of the run.
             step: of the run; the same seed and step give the same completions.
             prompt_numbers: place of each prompt in the whole step's batch, over all ranks; 0..P-1 by default.
+            images: of the P prompts, for a policy that reads images; the batch refers to them.
 
         Returns:
             B = P * group_size sequences on the device of the first replica, the completions of a prompt side by side.
 
         Raises:
             FloatingPointError: the policy gave something that is not finite.
+            ValueError: the images are not those of the prompts.
         """
+        if images is not None:
+            images.check([len(ids) for ids in prompts])
+        elif is_vlm(self.replicas[0].config):
+            token = self.replicas[0].config.image_token_id
+            if places := [i for i, ids in enumerate(prompts) if token in ids]:
+                raise ValueError(
+                    f"prompt {places[0]} has image tokens, but there are no images: give images=Images.of(...)"
+                )
         how = dataclasses.replace(self.how, temperature=temperature)
         prompt_numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
         uniforms_BC = sampling.uniforms(seed, step, prompt_numbers, group_size, self.max_new_tokens)
@@ -294,15 +313,18 @@ class Sampler:
         for i, share in enumerate(shares):  # fewer shares than replicas when prompts are few
             own = [prompts[k] for k in share]
             work = own, group_size, uniforms_BC[share[0] * group_size : (share[-1] + 1) * group_size], how
+            own_images = None if images is None else images.select(torch.tensor(share))
             if self.engines[i] and longest <= self.window:
-                decoders.append(self.engines[i].decode(*work, self.rollout_batch))
+                decoders.append(self.engines[i].decode(*work, self.rollout_batch, own_images))
             else:
                 ids = self.end_ids, self.suppressed_ids
-                decoders.append(fallback.decode(self.replicas[i], *work, *ids, self.rollout_batch))
+                decoders.append(fallback.decode(self.replicas[i], *work, *ids, self.rollout_batch, own_images))
         parts = _in_turn(decoders)
         home = self.replicas[0].device
         tokens_BC, logps_BC = (torch.cat([part[k].to(home) for part in parts]) for k in range(2))
-        return assemble(prompts, group_size, tokens_BC, logps_BC, self.pad_id, self.end_ids)
+        batch = assemble(prompts, group_size, tokens_BC, logps_BC, self.pad_id, self.end_ids)
+        batch.images = None if images is None else images.repeat(group_size)
+        return batch
 
     def release(self) -> None:
         """Frees the caches of all replicas until the next rollout, which then takes longer to begin."""

@@ -1,0 +1,1 @@
+"""Poster-layout GRPO: the training script, the reward service, and the reward."""

@@ -1,0 +1,124 @@
+"""Letters as pixels: glyphs and widths from font files, and which characters no font has.
+
+Letters are set one by one without kerning, left to right, each from the first font that has it. Widths are measured at
+one large size, so that what fits into a box does not depend on the resolution.
+"""
+
+import hashlib
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import ImageFont, features
+
+INK = 64  # of 255: a pixel with more of a letter belongs to it
+_EM = 256  # px, size at which widths are measured
+_PROBE = 40  # px, size at which letters are compared with the box for missing ones
+_SAMPLE = 32.0  # px, size at which ink is estimated
+_NO_CHARACTER = "\ufffe"  # never assigned, so every font draws its box for missing glyphs
+
+
+@dataclass(frozen=True)
+class Glyph:
+    """Coverage of one letter, its offset from the pen, and its pixels of ink."""
+
+    mask: np.ndarray  # uint8 [h, w]
+    left: int
+    top: int
+    ink: int
+
+
+class Fonts:
+    """Letters from font files in the order given, and from the font inside Pillow for what they lack.
+
+    Args:
+        paths: TrueType or OpenType files.
+
+    Raises:
+        ValueError: a file that is no font.
+    """
+
+    def __init__(self, paths: Sequence[str] = ()) -> None:
+        self._faces, hashes = [], []
+        for path in paths:
+            try:
+                face = ImageFont.truetype(path, _EM, layout_engine=ImageFont.Layout.BASIC)
+                with open(path, "rb") as file:
+                    hashes.append(hashlib.sha256(file.read()).hexdigest()[:16])
+            except OSError as error:
+                raise ValueError(f"font {path!r}: {error}; name a .ttf or .otf file that is there") from None
+            self._faces.append(face)
+        builtin = ImageFont.load_default(_EM).font_variant(layout_engine=ImageFont.Layout.BASIC)
+        self._faces.append(builtin)
+        hashes.append(hashlib.sha256(builtin.path.getvalue()).hexdigest()[:16] if _in_memory(builtin) else "builtin")
+        #: what the pixels depend on, for fingerprints
+        self.identity = f"fonts {' '.join(hashes)} freetype {features.version('freetype2')}"
+        self._probes = [face.font_variant(size=_PROBE) for face in self._faces]
+        self._boxes = [_mask(face, _NO_CHARACTER) for face in self._probes]
+        self._widths: dict[str, tuple[int, float]] = {}  # character -> face, advance in font sizes
+        self._missing: set[str] = set()
+        self._sized: dict[tuple[int, float], ImageFont.FreeTypeFont] = {}
+        self._glyphs: dict[tuple[str, float], Glyph] = {}
+        self._bytes = 0  # of the glyphs
+
+    def missing(self, text: str) -> set[str]:
+        """Characters of a text that no font has, and that show as one and the same box."""
+        for char in text:
+            self._width(char)
+        return self._missing.intersection(text)
+
+    def length(self, line: str) -> float:
+        """Width of a line in font sizes."""
+        return sum(self._width(char)[1] for char in line)
+
+    def pens(self, line: str, size: float) -> list[tuple[str, float]]:
+        """The characters of a line and the pen position of each, in px, at a font size in px."""
+        positions, pen = [], 0.0
+        for char in line:
+            positions.append((char, pen))
+            pen += self._width(char)[1] * size
+        return positions
+
+    def glyph(self, char: str, size: float) -> Glyph:
+        """One letter at a font size in px, to the nearest quarter."""
+        drawn = max(1.0, round(round(size, 6) * 4) / 4)
+        return self._glyphs.get((char, drawn)) or self._draw(char, drawn)
+
+    def ink(self, char: str, size: float) -> float:
+        """About how many pixels of ink a letter has, without drawing it at this size."""
+        return self.glyph(char, _SAMPLE).ink * (size / _SAMPLE) ** 2
+
+    def _width(self, char: str) -> tuple[int, float]:
+        known = self._widths.get(char)
+        if known is None:
+            index = next((i for i, face in enumerate(self._probes) if _mask(face, char) != self._boxes[i]), None)
+            if index is None:
+                index = len(self._faces) - 1
+                self._missing.add(char)
+            known = self._widths[char] = index, self._faces[index].getlength(char) / _EM
+        return known
+
+    def _draw(self, char: str, size: float) -> Glyph:
+        key = self._width(char)[0], size
+        if len(self._sized) > 256:  # a policy chooses sizes: without a bound it also chooses our memory
+            self._sized.clear()
+        if len(self._glyphs) > 20_000 or self._bytes > 2**25:
+            self._glyphs.clear()
+            self._bytes = 0
+        if key not in self._sized:
+            self._sized[key] = self._faces[key[0]].font_variant(size=size)
+        core, (left, top) = self._sized[key].getmask2(char, "L", anchor="ls")
+        mask = np.frombuffer(bytes(core), np.uint8).reshape(core.size[1], core.size[0])
+        glyph = self._glyphs[char, size] = Glyph(mask, int(left), int(top), int((mask >= INK).sum()))
+        self._bytes += mask.nbytes
+        return glyph
+
+
+def _in_memory(face: ImageFont.FreeTypeFont) -> bool:
+    return isinstance(face.path, io.BytesIO)
+
+
+def _mask(face: ImageFont.FreeTypeFont, char: str) -> tuple[tuple[int, int], bytes]:
+    core = face.getmask(char)
+    return core.size, bytes(core)

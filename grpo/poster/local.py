@@ -1,0 +1,44 @@
+"""Rewards without a service: the CPU formula in the process of the training, for a first look and for tests."""
+
+import math
+from collections.abc import Sequence
+
+from grpo.poster import assessors, reward
+from grpo.poster.fonts import Fonts
+
+PARTS = ("structure", "accuracy", "visual", "format", "hygiene", "parse_ok")
+
+
+class LocalRewards:
+    """Scores with the interface of `common.reward_client.RewardService`."""
+
+    def __init__(self, coord_space: str):
+        """Loads the built-in font.
+
+        Args:
+            coord_space: of the policy's boxes, "px" or "rel1000".
+        """
+        self.coord_space, self.fonts, self.fingerprint = coord_space, Fonts(), f"local-{reward.VERSION}"
+
+    def scores(
+        self, completions: Sequence[str], answers: Sequence[str], columns: dict[str, list], group_size: int
+    ) -> dict[str, tuple[list[float], float]]:
+        """Scores of completions, as `extra` of `rewards.score`.
+
+        Args:
+            completions: B texts.
+            answers: B ground truths as JSON.
+            columns: `extra_info` may hold the input images.
+            group_size: not needed here.
+
+        Returns:
+            "service": scores with weight 1; the parts of the reward by name, with weight 0.
+        """
+        results = []
+        for completion, answer, extra in zip(completions, answers, columns["extra_info"], strict=True):
+            given = enumerate(extra.get("images", ()), 1)
+            pictures = {f"image_{k}": assessors.image(reference, "") for k, reference in given} or None
+            results.append(reward.score(completion, answer, fonts=self.fonts, images=pictures,
+                                        coord_space=self.coord_space))  # fmt: skip
+        named = {"service": ([result["score"] for result in results], 1.0)}
+        return named | {part: ([float(result.get(part, math.nan)) for result in results], 0.0) for part in PARTS}

@@ -1,0 +1,171 @@
+"""Poster records: read and check them, turn them into chat messages, open their images.
+
+Sources:  "synthetic:LEVEL" (grpo/poster/synthetic.py) | rows.jsonl, of grpo/poster/convert.py or by hand
+Record:   {"id": text, "prompt": text, "images": references, image_1 first, "ground_truth": poster, "extra_info": dict}
+          `images` may be missing or empty; `id` and `extra_info` may be missing.
+Images:   "synthetic:LEVEL:SEED:K", or a path relative to the folder of the .jsonl, which must not lead out of it.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, UnidentifiedImageError
+
+from common import data
+from grpo.poster import layout, synthetic
+
+MAX_PIXELS = 25_000_000  # of an input image: a file of some kilobytes can unpack to gigabytes
+MAX_BYTES = 32 * 2**20
+FORMATS = ("PNG", "JPEG", "WEBP")
+CONTROL = re.compile(r"<\|[^<>|\s]*\|>")
+
+
+def read(source: str, split: str = "train") -> list[dict[str, Any]]:
+    """Reads the records of a source, every one checked.
+
+    Args:
+        source: "synthetic:LEVEL" or a .jsonl file.
+        split: "train" or "test" of the synthetic posters; a file has no splits.
+
+    Returns:
+        Records with all of the keys "id", "prompt", "images", "ground_truth", "extra_info".
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a record cannot be used; the message names it. None is ever skipped.
+    """
+    if source.startswith("synthetic:"):
+        level = source.removeprefix("synthetic:")
+        if level not in ("0", "1", "2"):
+            raise ValueError(f"source {source!r}: the levels are 0, 1 and 2; use synthetic:1")
+        return synthetic.records(int(level), split)
+    folder = folder_of(source)
+    if not Path(source).expanduser().is_file():
+        raise FileNotFoundError(
+            f"no records at {source!r}: give a .jsonl file or synthetic:0, synthetic:1, synthetic:2"
+        )
+    rows = data.read_rows(source, split)
+    return [_checked(row, f"{source}, row {i}", str(i), folder) for i, row in enumerate(rows)]
+
+
+def folder_of(source: str) -> Path:
+    """Returns the folder that image paths of a source are relative to; of no use for the synthetic posters."""
+    return Path(source).expanduser().absolute().parent
+
+
+def messages(record: dict[str, Any], with_images: bool) -> list[dict[str, Any]]:
+    """Returns the chat of a record: one user turn, without anything that reads as a control token.
+
+    Args:
+        record: from `read`.
+        with_images: for vision-language models: one placeholder per image comes before the text.
+    """
+    text = CONTROL.sub(" ", record["prompt"])  # without the space, what is left and right could form another
+    if not with_images:
+        return [{"role": "user", "content": text}]
+    content = [{"type": "image"} for _ in record["images"]]
+    return [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
+
+
+def open_image(reference: str, folder: Path) -> Image.Image:
+    """Opens an input image.
+
+    Args:
+        reference: an entry of `images` of a record.
+        folder: from `folder_of` the source.
+
+    Returns:
+        RGB.
+
+    Raises:
+        ValueError: it leads out of the folder, is missing, too large, or no PNG, JPEG or WebP image.
+    """
+    if reference.startswith("synthetic:"):
+        return synthetic.image(reference)
+    with _opened(reference, folder) as image:
+        return image.convert("RGB")
+
+
+def image_size(reference: str, folder: Path) -> tuple[int, int]:
+    """Returns width and height of an input image in pixels; a file is not unpacked for this.
+
+    Args:
+        reference: as in `open_image`.
+        folder: the same.
+
+    Raises:
+        ValueError: as in `open_image`.
+    """
+    if reference.startswith("synthetic:"):
+        return synthetic.image_size(reference)
+    with _opened(reference, folder) as image:
+        return image.size
+
+
+@contextmanager
+def _opened(reference: str, folder: Path) -> Iterator[Image.Image]:
+    """A file of an image, refused if it is too large before anything is unpacked."""
+    path = image_path(reference, folder)
+    if path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"image {reference!r}: {path.stat().st_size} bytes, at most {MAX_BYTES}; make it smaller")
+    try:
+        with Image.open(path, formats=FORMATS) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise ValueError(f"image {reference!r}: {image.size} is over {MAX_PIXELS} pixels; make it smaller")
+            yield image
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError) as error:
+        raise ValueError(
+            f"image {reference!r}: cannot be read as {', '.join(FORMATS)} ({error}); replace it"
+        ) from error
+
+
+def image_path(reference: str, folder: Path) -> Path:
+    """Returns the file of an image.
+
+    Args:
+        reference: a relative path.
+        folder: that it is relative to.
+
+    Raises:
+        ValueError: it leads out of the folder, or is no file.
+    """
+    try:
+        path, root = (folder / reference).resolve(), folder.resolve()
+        usable = path.is_relative_to(root) and path.is_file()
+    except (OSError, ValueError):  # a path with a zero byte, or one that is too long
+        usable = False
+    if not usable:
+        raise ValueError(f"image {reference!r}: must be a file inside of {folder}; correct the path or move the file")
+    return path
+
+
+def _checked(row: dict[str, Any], where: str, name: str, folder: Path) -> dict[str, Any]:
+    """A row of a file as a record."""
+    prompt, images, extra = row.get("prompt"), row.get("images") or [], row.get("extra_info") or {}
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise ValueError(f"{where}: `prompt` is {prompt!r:.40}, must be text; write the brief there")
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+        raise ValueError(f"{where}: `images` is {images!r:.40}, must be a list of paths; write [] for none")
+    if not isinstance(extra, dict):
+        raise ValueError(f"{where}: `extra_info` is {extra!r:.40}, must be an object; write {{}} for none")
+    if row.get("ground_truth") is None:
+        raise ValueError(f"{where}: `ground_truth` is missing; add the poster that the answer is compared with")
+    try:
+        truth = row["ground_truth"]
+        layout.ground_truth(truth)
+        for reference in images:
+            image_size(reference, folder)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    truth = json.loads(truth) if isinstance(truth, str) else truth
+    return {
+        "id": str(row.get("id", name)),
+        "prompt": prompt,
+        "images": images,
+        "ground_truth": truth,
+        "extra_info": extra,
+    }

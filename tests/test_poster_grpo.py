@@ -1,0 +1,218 @@
+"""The training of poster policies, text and vision-language: its loss, its cuts, its ranks, its images, its service."""
+
+import importlib.util
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from conftest import ROOT, SCRIPTS, Run, assert_equal_weights, comparable
+from test_parity import assert_close
+from test_reward_client import Fake
+from test_teacher_server import free_port
+
+from common import images
+from common.distributed import OUTAGE_EXIT_CODE
+from common.rollout import RolloutBatch
+from grpo.poster import poster_grpo, synthetic, toys
+
+PATH = ROOT / "grpo" / "poster" / "poster_grpo.py"
+# what a policy without training can earn, beside posters that never parse
+EARN = """def earned(completions, answers, **columns):
+    return [len(c) % 5 / 5 for c in completions]
+
+
+REWARDS = ((earned, 1.0),)
+"""
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory) -> dict[str, str]:
+    """Folders of the built-in policies before any training."""
+    folders = {}
+    tokenizer = toys._tokenizer()
+    torch.manual_seed(0)
+    for name, model, saved in (
+        ("text", toys._llama(tokenizer), tokenizer),
+        ("vlm", toys._qwen_vl(tokenizer), toys._processor(tokenizer)),
+    ):
+        folders[name] = str(tmp_path_factory.mktemp(name))
+        model.save_pretrained(folders[name])
+        saved.save_pretrained(folders[name])
+    return folders
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> str:
+    """Twelve records with one image, two, or none."""
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    records = [synthetic.record(seed, 0) for seed in range(12)]
+    for i, record in enumerate(records):
+        record["images"] = (record["images"] + [f"synthetic:0:{i + 50}:1"])[: (1, 2, 0)[i % 3]]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.fixture
+def run(launcher, policies, rows, tmp_path):
+    """Runs a copy of the script with other rewards, on one rank or two."""
+    copy = launcher.copies / "poster_copy.py"
+    text = PATH.read_text()
+    before = next(line for line in text.splitlines() if line.startswith("REWARDS = ()"))
+    copy.write_text(text.replace(before, EARN))
+
+    def run(name: str, kind: str = "text", ranks: int = 1, script=copy, start: bool = False, **options) -> Run:
+        defaults = dict(policy_model=policies[kind], train_data=rows, eval_data=rows, kl_coef=0, num_minibatches=2,
+                        micro_batch_tokens=400, max_new_tokens=6, learning_rate=1e-3)  # fmt: skip
+        begin = launcher.start if start else launcher.run
+        return begin(script, tmp_path / name, ranks, **{**defaults, **options})
+
+    return run
+
+
+KINDS = [("text", {}), ("vlm", {}), ("vlm", {"freeze_vision": False})]
+IDS = ["text", "frozen", "trained"]
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=IDS)
+def test_ranks_and_cuts_change_nothing(run, kind, options):
+    one = run("one", kind, **options).succeeded()
+    assert len(one.steps) == 3 and one.steps[0]["reward_service"] == 0 and one.steps[0]["reward"] > 0
+    assert one.steps[0]["rollout_mismatch"] < 1e-5
+    # every sequence alone; and two ranks, one of which has other numbers of images
+    assert_close(run("cut", kind, micro_batch_tokens=1, **options).succeeded(), one, metrics=2e-3, weights=1e-5)
+    assert_close(run("two", kind, ranks=2, **options).succeeded(), one, metrics=2e-3, weights=1e-5)
+    before, after = one.weights(2), one.weights(3)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    vision = {name for name in before if "visual" in name}
+    assert moved - vision and bool(moved & vision) == (options.get("freeze_vision") is False)
+    assert bool(vision) == (kind == "vlm")
+
+
+def test_a_resumed_run_with_images_is_the_straight_one(run, tmp_path):
+    straight = run("straight", "vlm", steps=4, freeze_vision=False, kl_coef=0.0).succeeded()
+    run("parts", "vlm", steps=2, freeze_vision=False).succeeded()
+    parts = run("parts", "vlm", steps=4, freeze_vision=False).succeeded()
+    assert "resuming from" in parts.output
+    assert comparable(parts.steps) == comparable(straight.steps)
+    assert_equal_weights(parts.weights(), straight.weights())
+    images.load_processor(tmp_path / "parts" / "checkpoint-000004")  # saved with the policy
+
+
+def test_gspo_with_a_reference_on_two_ranks(run):
+    options = dict(loss="gspo", kl_coef=0.1, epsilon_low=3e-3, epsilon_high=4e-3, num_minibatches=1, steps=2)
+    one = run("one", **options).succeeded()
+    assert one.steps[0]["kl_ref"] == pytest.approx(0, abs=1e-6) and one.steps[-1]["kl_ref"] > 1e-5
+    assert_close(run("two", ranks=2, **options).succeeded(), one, metrics=2e-3, weights=1e-5)
+
+
+def sibling(name: str):
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS[name])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo", "gspo"])
+def test_the_loss_is_that_of_the_other_scripts(loss):
+    torch.manual_seed(0)
+    m, C = 6, 7
+    lengths = torch.tensor([7, 3, 1, 5, 2, 4])
+    mask = torch.arange(C) < lengths[:, None]
+    old, now, ref, sampled = (torch.randn(m, C).mul(0.3) * mask for _ in range(4))
+    batch = RolloutBatch(
+        prompt_ids=torch.zeros(m, 1), prompt_mask=torch.ones(m, 1, dtype=torch.bool), completion_ids=torch.zeros(m, C),
+        sampled_mask=mask, completion_mask=mask, rollout_logps=sampled, prompt_lengths=torch.ones(m).long(),
+        lengths=lengths, truncated=torch.zeros(m, dtype=torch.bool), trained=torch.ones(m, dtype=torch.bool),
+        rows=torch.arange(m), advantages=torch.randn(m), old_logps=old, ref_logps=ref,
+    )  # fmt: skip
+    batch.drop(torch.arange(m) == 3)
+    clip = dict(epsilon_low=0.05, epsilon_high=0.06)
+    shared = dict(kl_coef=0.2, max_new_tokens=9, **clip)
+    own_cfg = poster_grpo.Config(loss=loss, **shared)
+    script = sibling("gspo" if loss == "gspo" else "grpo")
+    more = dict(clip_preset="custom") if loss == "gspo" else dict(loss=loss)
+    cfg = script.Config(**shared, **more)
+    results = []
+    for function, config, counts in (
+        (poster_grpo.poster_loss, own_cfg, (11, 40)),
+        (script.gspo_loss, cfg, (11,)) if loss == "gspo" else (script.grpo_loss, cfg, (11, 40)),
+    ):
+        logps = now.clone().requires_grad_()
+        value, stats = function(lambda *_, logps=logps: (logps, logps.detach().abs()), batch, config, *counts)
+        value.backward()
+        results.append((value, logps.grad, stats["clip_fraction"], stats["kl_ref"]))
+    for own, theirs in zip(results[0][:3], results[1][:3], strict=True):
+        torch.testing.assert_close(own, theirs)
+    assert results[0][1].abs().sum() > 0 and results[0][2] > 0
+    if loss != "gspo":  # which reports means of sequences
+        torch.testing.assert_close(results[0][3], results[1][3])
+
+
+def test_the_vision_tower_runs_once_per_prompt_however_large_the_group(monkeypatch, policies, rows, tmp_path):
+    counts = {}
+    compute = images._features
+    for frozen in (True, False):
+        for group_size in (2, 6):
+            calls = []
+            monkeypatch.setattr(images, "_features", lambda *args, calls=calls: calls.append(1) or compute(*args))
+            cfg = poster_grpo.Config(
+                policy_model=policies["vlm"], train_data=rows, eval_data="", batch_size=3, group_size=group_size,
+                steps=1, max_new_tokens=4, device="cpu", freeze_vision=frozen,
+                out_dir=str(tmp_path / f"{frozen}{group_size}"),
+            )  # fmt: skip
+            poster_grpo.main(cfg)
+            counts[frozen, group_size] = len(calls)
+    assert counts[True, 2] == counts[True, 6] == 3  # prompts
+    # a trained tower: also once per optimizer step, of two
+    assert counts[False, 2] == counts[False, 6] == 3 + 2 * 3
+
+
+def test_prompts_that_do_not_fit_are_dropped_with_their_images(run):
+    options = dict(steps=1, batch_size=4, eval_data="")
+    few = run("few", "vlm", max_images=1, **options).succeeded()
+    assert "dropped 4 of 12 prompts: too long, or of more images" in few.output and "up to 1 images" in few.output
+    short = run("short", "vlm", max_prompt_tokens=62, **options).succeeded()
+    assert "of 12 prompts: too long" in short.output and "dropped 4 of" not in short.output
+    assert int(re.search(r"plan: prompts up to (\d+)", short.output)[1]) <= 62
+    none = run("none", steps=1, max_prompt_tokens=5)
+    assert none.codes == [1] and "no prompt of" in none.output and "the shortest has" in none.output
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (dict(loss="gspo"), "set them to 3e-3 and 4e-3"),
+        (dict(freeze_vision=False, kl_coef=0.1), "freeze it, or set kl_coef to 0"),
+        (dict(group_size=1), "group_size = 1: must be at least 2"),
+        (dict(coord_space="cm"), "coord_space = 'cm': must be one of"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        poster_grpo.Config(**options)
+
+
+def test_after_an_outage_the_rollout_with_images_is_scored_first(run, tmp_path):
+    port = free_port()
+    options = dict(steps=3, reward_url=f"http://127.0.0.1:{port}", reward_patience=1.0, save_every=100, eval_every=0,
+                   freeze_vision=False)  # fmt: skip
+    service = Fake(port)
+    straight = run("straight", "vlm", script=PATH, **options).succeeded()
+    first = service.items[0]
+    assert json.loads(first["ground_truth"])["layers"] and first["extra_info"]["level"] == 0
+    assert all(name.startswith("synthetic:0:") for item in service.items for name in item["extra_info"]["images"])
+    service.delay = 0.5
+    broken = run("run", "vlm", script=PATH, start=True, **options)
+    broken.wait_for(lambda: len(broken.steps) >= 1)
+    service.stop()
+    service.reply = lambda items, number: 503
+    assert broken.wait().codes == [OUTAGE_EXIT_CODE], broken.output
+    service = Fake(port)
+    again = run("run", "vlm", script=PATH, **options).succeeded()
+    service.stop()
+    assert "were not scored: they come first" in again.output
+    assert comparable(again.steps) == comparable(straight.steps)
+    assert_equal_weights(again.weights(), straight.weights())
+    shutil.rmtree(tmp_path / "run")

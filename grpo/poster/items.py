@@ -1,0 +1,151 @@
+"""What may be asked of the reward service, how it is read, and the errors that stand in place of a score.
+
+Asked:   {"id", "solution_str", "ground_truth", "extra_info"}: /compute_reward; {"items": [...]}: /compute_reward_batch.
+         `ground_truth` is an object or its JSON text. `extra_info` may hold "images": input images by id, or a list of
+         them ("image_1" first); each is base64 of a PNG or JPEG, the path of one below the asset root, or a reference
+         of grpo/poster/synthetic.py. Scorers get the rest of `extra_info`.
+The policy's fault, a malformed poster, is no error: it has a score, 0.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+MAX_BODY = 2**23  # bytes of a request
+MAX_ITEMS = 256  # of a request
+MAX_IMAGES = 16  # of an item
+MAX_EXTRA = 2**16  # characters of extra_info as JSON, images apart
+MAX_ID = 256  # characters
+
+CODES = {  # status, and whether the same request may have a score later
+    "bad_json": (400, False),
+    "bad_token": (401, False),
+    "bad_host": (403, False),
+    "not_found": (404, False),
+    "bad_method": (405, False),
+    "too_large": (413, False),
+    "bad_request": (422, False),
+    "bad_ground_truth": (422, False),
+    "bad_image": (422, False),
+    "queue_full": (429, True),
+    "internal": (500, True),
+    "loading": (503, True),
+    "draining": (503, True),
+    "degraded": (503, True),
+    "failed": (503, True),
+    "scorer_failed": (503, True),
+    "scorer_invalid": (503, True),
+    "scorer_timeout": (503, True),
+    "worker_died": (503, True),
+    "deadline": (504, True),
+}
+
+
+class Refused(Exception):
+    """A request or an item that gets no score.
+
+    Attributes:
+        code: of `CODES`, or a scorer's own, which is a service error.
+        status: of HTTP, if it is the only item.
+        retryable: whether the same may have a score later.
+    """
+
+    def __init__(self, code: str, text: str, retryable: bool | None = None):
+        super().__init__(code, text, retryable)  # what it is pickled from
+        self.code, self.text = code, text
+        self.status, known = CODES.get(code, (503, True))
+        self.retryable = known if retryable is None else retryable
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """Its place in the answer to a batch."""
+        return {"ok": False, "error": {"code": self.code, "message": self.text, "retryable": self.retryable}}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One poster to score."""
+
+    id: str | int | None
+    solution: str
+    truth: str  # JSON text
+    extra_info: str  # JSON text of an object, without the images
+    images: dict[str, str]  # id -> base64, path or reference
+
+
+def read(body: bytes, many: bool) -> list[Item]:
+    """The items of a request.
+
+    Args:
+        body: JSON; its time and memory are linear in its length.
+        many: whether it is a batch.
+
+    Raises:
+        Refused: it is no JSON, or not of the form above.
+    """
+    try:
+        return _items(json.loads(body, parse_constant=_no_constant), many)
+    except (ValueError, RecursionError) as error:  # ValueError: also bytes that are no text, and too long a number
+        raise Refused("bad_json", f"the body cannot be read as JSON: {error}; send an object") from error
+
+
+def _items(value: Any, many: bool) -> list[Item]:
+    if not many:
+        return [_item(value, "the item")]
+    items = value.get("items") if isinstance(value, dict) else None
+    _require(isinstance(items, list), "items", items, "must be a list of objects")
+    _require(1 <= len(items) <= MAX_ITEMS, "items", f"{len(items)} of them", f"must be from 1 to {MAX_ITEMS}")
+    return [_item(item, f"items[{i}]") for i, item in enumerate(items)]
+
+
+def _item(value: Any, name: str) -> Item:
+    _require(isinstance(value, dict), name, value, "must be an object with solution_str and ground_truth")
+    solution, truth, extra = (value.get(key) for key in ("solution_str", "ground_truth", "extra_info"))
+    number, extra = value.get("id"), {} if extra is None else extra
+    _require(isinstance(solution, str), f"solution_str of {name}", solution, "must be text")
+    _require("ground_truth" in value, f"ground_truth of {name}", None, "must be an object, or its JSON text")
+    _require(isinstance(extra, dict), f"extra_info of {name}", extra, "must be an object, or left out")
+    plain = isinstance(number, str | int | None) and len(str(number)) <= MAX_ID
+    _require(plain, f"id of {name}", number, f"must be text or an integer of at most {MAX_ID} characters")
+    images = extra.get("images") or {}
+    if isinstance(images, list):
+        images = {f"image_{i}": image for i, image in enumerate(images, 1)}
+    good = isinstance(images, dict) and len(images) <= MAX_IMAGES and all(isinstance(x, str) for x in images.values())
+    _require(good, f"images of {name}", f"{len(images)} of them", f"must be at most {MAX_IMAGES} texts by image id")
+    rest = json.dumps({key: x for key, x in extra.items() if key != "images"})
+    _require(len(rest) <= MAX_EXTRA, f"extra_info of {name}", f"{len(rest)} characters", f"at most {MAX_EXTRA}")
+    return Item(number, solution, truth if isinstance(truth, str) else json.dumps(truth), rest, images)
+
+
+def timeout_seconds(header: str | None, most: float) -> float:
+    """How long a client waits.
+
+    Args:
+        header: X-Timeout-Ms.
+        most: seconds, also without the header.
+
+    Raises:
+        Refused: it is no number above 0.
+    """
+    if header is None:
+        return most
+    try:
+        seconds = float(header) / 1000
+    except ValueError:
+        seconds = math.nan
+    _require(0 < seconds < math.inf, "X-Timeout-Ms", header, "must be a number of milliseconds above 0")
+    return min(seconds, most)
+
+
+def _require(holds: bool, name: str, got: Any, rule: str) -> None:
+    if not holds:
+        shown = got if isinstance(got, str) and len(got) < 40 else type(got).__name__
+        raise Refused("bad_request", f"{name}: {shown}: {rule}; see grpo/poster/items.py for the format")
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is not a JSON number")

@@ -1,0 +1,169 @@
+"""Rewards for posters behind HTTP: structure, accuracy and visual quality of a layout beside its ground truth.
+
+Run:   python grpo/poster/reward_server.py          on the CPU (--help lists all options)
+       CUDA_VISIBLE_DEVICES=7 python grpo/poster/reward_server.py --scorer visualquality_r1
+       bash scripts/start_poster_training_with_reward_server.sh      with a training beside it
+Wire:  POST /compute_reward {"solution_str", "ground_truth", "extra_info"} and /compute_reward_batch {"items": [...]}:
+       grpo/poster/items.py has the format and the errors.  GET /health /livez /info /metrics
+A malformed poster has the score 0. Where the service fails there is an error, and no score.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
+from common import config, service
+from common.config import require
+from grpo.poster.items import MAX_ITEMS
+from grpo.poster.web import create_app
+from grpo.poster.worker import Rewards
+
+
+@dataclass(frozen=True)
+class Config:
+    """Rewards for posters behind HTTP. Editing a line and passing --name value are the same."""
+
+    scorer: str = "cpu"  # of visual quality: "cpu", "visualquality_r1", "package.module:factory" or "file.py:factory"
+    scorer_options: str = "{}"  # more options of the scorer, a JSON object
+    visual_model: str = "TianheWu/VisualQuality-R1-7B"  # of visualquality_r1: hub id or folder
+    visual_alpha: float = 0.5  # its share in the visual score; the rest is the CPU formula's
+    device: str = "auto"  # of visualquality_r1: "cuda", "cpu"; "auto": the first visible GPU, else the CPU
+    dtype: str = "auto"  # "bf16", "fp16", "fp32"; "auto": bf16 on a GPU, fp32 on the CPU
+    structure_weight: float = 0.4  # the weights of the parts are divided by their sum
+    accuracy_weight: float = 0.4  # of the texts: written as asked for, and legible
+    visual_weight: float = 0.2  # of the look
+    coord_space: str = "px"  # of the policy: canvas pixels; or "rel1000", thousandths of the canvas
+    font_paths: str = ""  # .ttf or .otf files, separated by commas, in front of Pillow's font, which knows ASCII only
+    asset_root: str = ""  # folder that input images may be named in; "": they have to be sent
+    host: str = "127.0.0.1"  # "0.0.0.0": also for other machines, which needs a token
+    port: int = 8899  # 0: any that is free
+    token: str = ""  # sent by clients as "Authorization: Bearer"; better in the environment, RL_HAND_REWARD_TOKEN
+    token_file: str = ""  # a file that holds it
+    allowed_hosts: str = ""  # names, separated by commas, that clients may call this machine by, besides localhost
+    workers: int = 0  # processes that parse and render; 0: cores - 1, from 1 to 4
+    max_batch: int = 32  # items scored at once
+    batch_wait_ms: float = 10.0  # that the first item of a batch waits for others
+    max_queue: int = 1024  # items that wait; those above are told to come again later
+    item_seconds: float = 30.0  # that the CPU part of one item may take; about 0.01 is usual
+    deadline_seconds: float = 300.0  # a request that waited longer is given up, or what its X-Timeout-Ms says
+
+    def __post_init__(self):
+        config.at_least(self, 0, "structure_weight", "accuracy_weight", "visual_weight", "port", "workers",
+                        "batch_wait_ms")  # fmt: skip
+        config.at_least(self, 1, "max_batch")
+        config.at_least(self, MAX_ITEMS, "max_queue")
+        config.above_zero(self, "item_seconds", "deadline_seconds")
+        config.one_of(self, coord_space=("px", "rel1000"))
+        total = self.structure_weight + self.accuracy_weight + self.visual_weight
+        require(0 < total < float("inf"), f"weights with the sum {total}", "must be finite and above 0", "raise one")
+        require(0 <= self.visual_alpha <= 1, f"visual_alpha = {self.visual_alpha}", "must be from 0 to 1", "try 0.5")
+        given = isinstance(_json(self.scorer_options), dict)
+        require(given, f"scorer_options = {self.scorer_options!r}", "must be a JSON object", "write '{\"name\": 1}'")
+        for name in ("token_file", "asset_root"):
+            path = getattr(self, name)
+            require(not path or Path(path).exists(), f"{name} = {path!r}", "is not there", "correct the path")
+        require(self.local or bool(self.secret), f"host = {self.host!r} without a token",
+                "whoever reaches the port could use the service", "set RL_HAND_REWARD_TOKEN on both sides")  # fmt: skip
+
+    @property
+    def local(self) -> bool:
+        """Whether only this machine is answered."""
+        return service.is_loopback(self.host)
+
+    @cached_property
+    def secret(self) -> str:
+        """The token in force."""
+        from_file = Path(self.token_file).read_text().strip() if self.token_file else ""
+        return self.token or from_file or os.environ.get("RL_HAND_REWARD_TOKEN", "")
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of the parts; they add up to 1."""
+        parts = {name: getattr(self, f"{name}_weight") for name in ("structure", "accuracy", "visual")}
+        return {name: weight / sum(parts.values()) for name, weight in parts.items()}
+
+    @property
+    def fonts(self) -> tuple[str, ...]:
+        """Paths of fonts."""
+        return tuple(filter(None, (path.strip() for path in self.font_paths.split(","))))
+
+    @property
+    def hosts(self) -> set[str] | None:
+        """Names that clients may call this machine by; None: any, since they need the token."""
+        names = {name.strip().lower() for name in self.allowed_hosts.split(",") if name.strip()}
+        known = {"localhost", "127.0.0.1", "::1", self.host.strip("[]").lower(), *names}
+        return known if self.local or names else None
+
+    @property
+    def processes(self) -> int:
+        """How many parse and render."""
+        return self.workers or min(4, max(1, (os.cpu_count() or 1) - 1))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the scorer."""
+        own = {}
+        if self.scorer == "visualquality_r1":
+            own = dict(model=self.visual_model, alpha=self.visual_alpha, device=self.device, dtype=self.dtype)
+        return own | _json(self.scorer_options)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def main(cfg: Config) -> None:
+    """Answers from the moment the port is open, at first with "loading"; the scorer belongs to this thread."""
+    rewards = Rewards(cfg)
+    family = socket.AF_INET6 if ":" in cfg.host else socket.AF_INET
+    try:
+        listener = socket.create_server((cfg.host, cfg.port), family=family)
+    except OSError as error:
+        sys.exit(f"error: {cfg.host}:{cfg.port} cannot be opened ({error}): give another --port or --host")
+    # or the body of an answer waits 40 ms for the other side to confirm its header
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    address = f"http://{cfg.host}:{listener.getsockname()[1]}"
+    print(f"rewards ({cfg.scorer}): loading, {address}/health says when they are ready", flush=True)
+    options = dict(lifespan="off", ws="none", log_level="warning", access_log=False, timeout_graceful_shutdown=15)
+    server = uvicorn.Server(uvicorn.Config(create_app(rewards), timeout_keep_alive=75, **options))
+    web = threading.Thread(target=server.run, args=([listener],), daemon=True)  # leaves the signals to this thread
+    web.start()
+
+    def stop(number: int, _: FrameType | None) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)  # a second one ends the process at once
+        print(f"{signal.Signals(number).name}: answering what is waiting, then ending", flush=True)
+        if rewards.state == "loading":
+            sys.exit(0)
+        rewards.drain()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    try:
+        rewards.load()
+        print(f"rewards ({cfg.scorer}): ready, {address}, fingerprint {rewards.info['fingerprint'][:12]}", flush=True)
+        rewards.work()
+    except Exception as error:  # said to whoever asks meanwhile; whoever started this process sees it too
+        rewards.fail(error)
+        raise
+    finally:
+        server.should_exit = True
+        web.join()
+
+
+if __name__ == "__main__":
+    main(config.parse(Config))

@@ -1,0 +1,167 @@
+"""The endpoints of the reward service, its token, and the limits of bodies; scores come from worker.py."""
+
+import asyncio
+import hmac
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import FastAPI, Request
+from fastapi.responses import PlainTextResponse, Response
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from grpo.poster import counts, items
+from grpo.poster.items import MAX_BODY, Refused
+from grpo.poster.worker import Rewards
+
+LARGE = 2**18  # bytes; above, a body is read in another process, or /health would wait for it
+OPEN = ("/health", "/livez")  # without the token
+
+
+def create_app(rewards: Rewards) -> Callable:
+    """The web application around a scorer, whose `load` and `work` run in another thread.
+
+    Args:
+        rewards: answers what comes in.
+
+    Returns:
+        An application in the sense of ASGI, for HTTP only.
+    """
+    cfg = rewards.cfg
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    expected = f"Bearer {cfg.secret}".encode()
+    instance_id = os.environ.get("RL_HAND_INSTANCE_ID") or secrets.token_hex(8)
+
+    @app.exception_handler(Refused)
+    async def refused(_: Request, error: Refused) -> Response:
+        return _error(error)
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        code = "not_found" if error.status_code == 404 else "bad_method"
+        return _error(Refused(code, f"{request.method} {request.url.path:.80}: there is no such thing"))
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, error: Exception) -> Response:  # uvicorn logs it
+        return _error(Refused("internal", f"{type(error).__name__}: see the log of the server"))
+
+    @app.get("/health")
+    async def health() -> Response:
+        ready = rewards.state == "ready"
+        return _answer({"status": "ok" if ready else rewards.state}, 200 if ready else 503)
+
+    @app.get("/livez")
+    async def livez() -> Response:
+        return _answer({"status": "alive"})
+
+    @app.get("/info")
+    async def info() -> Response:
+        rewards.require_ready()
+        return _answer(rewards.info | {"instance_id": instance_id})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(rewards.counts.text(rewards.gauges()), media_type="text/plain; version=0.0.4")
+
+    async def score(request: Request, many: bool) -> list[tuple[items.Item, dict[str, Any] | Refused]]:
+        seconds = items.timeout_seconds(request.headers.get("X-Timeout-Ms"), cfg.deadline_seconds)
+        body = await _body(request)
+        rewards.require_ready()
+        if len(body) > LARGE:
+            asked = await asyncio.wrap_future(rewards.processes.submit(items.read, body, many))
+        else:
+            asked = items.read(body, many)
+        future = asyncio.wrap_future(rewards.submit(asked, seconds))
+        try:
+            results = await asyncio.wait_for(future, seconds)
+        except TimeoutError:
+            raise Refused("deadline", f"not scored within {seconds:g} s") from None
+        return list(zip(asked, results, strict=True))
+
+    def common(start: float) -> dict[str, Any]:
+        return {"fingerprint": rewards.info["fingerprint"], "ms": round(1000 * (time.monotonic() - start), 3)}
+
+    @app.post("/compute_reward")
+    async def compute_reward(request: Request) -> Response:
+        start = time.monotonic()
+        ((item, result),) = await score(request, many=False)
+        if isinstance(result, Refused):
+            raise result
+        return _answer({"id": item.id, **result, **common(start)})
+
+    @app.post("/compute_reward_batch")
+    async def compute_reward_batch(request: Request) -> Response:
+        start = time.monotonic()
+        results = [
+            {"id": item.id, **(result.result if isinstance(result, Refused) else result)}
+            for item, result in await score(request, many=True)
+        ]
+        return _answer({"results": results, **common(start)})
+
+    paths, hosts = {route.path for route in app.routes}, cfg.hosts
+
+    # not a middleware of FastAPI, whose tasks and queues cost as much as the rest of a request
+    async def watch(scope: dict[str, Any], receive: Callable, send: Callable) -> None:
+        path, given, start, status = scope["path"], Headers(scope=scope), time.monotonic(), 500
+
+        async def noted(message: dict[str, Any]) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        token, host = given.get("Authorization", "").encode(), _host(given.get("Host", ""))
+        answer: Callable = app
+        if hosts is not None and host not in hosts:  # a web page that gave this machine a name of its own
+            answer = _error(Refused("bad_host", f"this machine is not called {host!r:.80}: see --allowed_hosts"))
+        elif cfg.secret and path not in OPEN and not hmac.compare_digest(token, expected):
+            answer = _error(Refused("bad_token", "the token is missing or wrong: set RL_HAND_REWARD_TOKEN"))
+        try:
+            await answer(scope, receive, noted)
+        finally:
+            known = path if path in paths else "other"
+            rewards.counts.add("requests_total", endpoint=known, status=status)
+            if scope["method"] == "POST":
+                rewards.counts.observe("seconds", time.monotonic() - start, counts.SECONDS, endpoint=known)
+
+    return watch
+
+
+def _host(header: str) -> str | None:
+    try:
+        return urlsplit(f"//{header}").hostname
+    except ValueError:  # brackets that do not match
+        return None
+
+
+async def _body(request: Request) -> bytes:
+    """All of it, counted as it comes: a body in chunks does not say its length."""
+    body, length = bytearray(), 0
+    try:
+        async for part in request.stream():
+            length += len(part)
+            if length <= MAX_BODY:
+                body += part
+            elif length > 4 * MAX_BODY:  # until then it is read and dropped: most clients read no answer while sending
+                break
+    except ClientDisconnect as error:
+        raise Refused("bad_json", "the body has no end") from error
+    if length > MAX_BODY:
+        raise Refused("too_large", f"a body of more than {MAX_BODY} bytes: send fewer items at a time")
+    return bytes(body)
+
+
+def _answer(value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    body = json.dumps(value, allow_nan=False)  # in ASCII: ids may hold half a surrogate pair
+    return Response(body, status, headers, media_type="application/json")
+
+
+def _error(refused: Refused) -> Response:
+    headers = {"Retry-After": "1"} if refused.status in (429, 503) else {}
+    body = {"error": refused.text, "code": refused.code, "retryable": refused.retryable}
+    return _answer(body, refused.status, headers)

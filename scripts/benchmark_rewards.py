@@ -1,0 +1,158 @@
+"""Speed of the reward service for posters: posters per second, and how long /health takes meanwhile.
+
+Run:   python scripts/benchmark_rewards.py                                 starts a server of its own, on the CPU
+       python scripts/benchmark_rewards.py --clients 64 --batch 8 --workers 2
+       python scripts/benchmark_rewards.py --url http://127.0.0.1:8899     one that runs already
+
+Every client sends one batch after the other, of gold posters and of ones with moved layers, which cost the same. The
+load is made by threads of this process, on the same machine: it takes a share of the cores that training would not.
+"""
+
+import http.client
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from common import config
+from grpo.poster import synthetic
+
+POSTERS = 256  # different ones
+HEALTH_EVERY = 0.02  # seconds
+
+
+@dataclass(frozen=True)
+class Config:
+    """Speed of the reward service for posters."""
+
+    url: str = ""  # of a server; "": one is started, and stopped at the end
+    clients: int = 8  # that ask at a time
+    seconds: float = 10.0  # of measurement
+    batch: int = 32  # posters of a request
+    level: int = 1  # of the synthetic posters
+    workers: int = 0  # processes of the server that is started; 0: its default
+
+    def __post_init__(self):
+        config.at_least(self, 1, "clients", "batch")
+        config.at_least(self, 0, "level", "workers")
+        config.above_zero(self, "seconds")
+
+
+def bodies(cfg: Config) -> list[bytes]:
+    """Requests with different posters.
+
+    Args:
+        cfg: `batch` and `level`.
+    """
+    rng, made = random.Random(0), []
+    for seed in range(POSTERS):
+        record = synthetic.record(seed, cfg.level)
+        poster = json.loads(synthetic.gold(record))
+        for layer in poster["layers"] if seed % 2 else []:
+            layer["x"] += rng.randint(-9, 9)
+        made.append({"id": str(seed), "solution_str": json.dumps(poster), "ground_truth": record["ground_truth"]})
+    parts = [[made[(start + i) % POSTERS] for i in range(cfg.batch)] for start in range(0, POSTERS, cfg.batch)]
+    return [json.dumps({"items": part}).encode() for part in parts]
+
+
+def ask(connection: http.client.HTTPConnection, path: str, body: bytes | None = None) -> tuple[int, bytes, float]:
+    """One request.
+
+    Args:
+        connection: stays open.
+        path: of the service.
+        body: JSON; None: a GET.
+
+    Returns:
+        Status, answer, seconds.
+    """
+    start = time.monotonic()
+    headers = {"Authorization": f"Bearer {os.environ.get('RL_HAND_REWARD_TOKEN', '')}"}
+    connection.request("GET" if body is None else "POST", path, body, headers)
+    answer = connection.getresponse()
+    content = answer.read()
+    return answer.status, content, time.monotonic() - start
+
+
+def measure(cfg: Config, host: str, port: int) -> dict[str, float]:
+    """Numbers of a server that is ready.
+
+    Args:
+        cfg: how much to ask.
+        host: of the server.
+        port: of the server.
+    """
+    requests, done, took, health, statuses = bodies(cfg), [0], [], [], Counter()
+    end, lock = time.monotonic() + cfg.seconds, threading.Lock()
+
+    def client(number: int) -> None:
+        connection, turn = http.client.HTTPConnection(host, port, timeout=120), number
+        while time.monotonic() < end:
+            status, content, seconds = ask(connection, "/compute_reward_batch", requests[turn % len(requests)])
+            turn += 1
+            with lock:
+                statuses[status] += 1
+                if status == 200 and time.monotonic() < end:
+                    took.append(seconds)
+                    done[0] += sum(result["ok"] for result in json.loads(content)["results"])
+            if status != 200:
+                time.sleep(0.1)
+
+    def look() -> None:
+        connection = http.client.HTTPConnection(host, port, timeout=120)
+        while time.monotonic() < end:
+            health.append(ask(connection, "/health")[2])
+            time.sleep(HEALTH_EVERY)
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(cfg.clients)]
+    threads.append(threading.Thread(target=look))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {
+        "posters_per_second": done[0] / cfg.seconds,
+        "request_p50_ms": 1000 * statistics.median(took),
+        "request_max_ms": 1000 * max(took),
+        "health_p50_ms": 1000 * statistics.median(health),
+        "health_p99_ms": 1000 * sorted(health)[int(0.99 * len(health))],
+        "health_max_ms": 1000 * max(health),
+        "refused": sum(count for status, count in statuses.items() if status != 200),
+    }
+
+
+def main(cfg: Config) -> None:
+    """Prints one line of JSON."""
+    server, url = None, cfg.url
+    if not url:
+        command = [sys.executable, str(ROOT / "grpo" / "poster" / "reward_server.py"), "--port", "0",
+                   "--workers", str(cfg.workers)]  # fmt: skip
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        said = ""
+        while "ready, " not in said:
+            said = server.stdout.readline()
+            if not said:
+                sys.exit("error: the server ended before it was ready")
+        url = said.partition("ready, ")[2].partition(",")[0]
+    try:
+        parts = urlsplit(url)
+        numbers = {name: round(value, 1) for name, value in measure(cfg, parts.hostname, parts.port or 80).items()}
+    finally:
+        if server:
+            server.terminate()
+            server.wait()
+    print(json.dumps({"clients": cfg.clients, "batch": cfg.batch, "cores": os.cpu_count(), **numbers}))
+
+
+if __name__ == "__main__":
+    main(config.parse(Config))

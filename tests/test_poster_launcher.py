@@ -1,0 +1,197 @@
+"""One command for the poster training and its reward service, with a stand-in for the training."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import requests
+from conftest import ROOT, Command
+from test_teacher_server import free_port, wait_for
+
+SCRIPT = "scripts/start_poster_training_with_reward_server.sh"
+# Scores a poster every tenth of a second. What it does at the end is in its options.
+TRAINER = """
+import json, os, signal, sys, time, urllib.error, urllib.request
+sys.path.insert(0, ROOT)
+from grpo.poster import synthetic
+options = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
+stopped = []
+signal.signal(signal.SIGTERM, lambda *_: stopped.append(1) if options.get("--stop") != "never" else None)
+record = synthetic.record(3, 0)
+body = {"solution_str": synthetic.gold(record), "ground_truth": record["ground_truth"]}
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+def score():
+    request = urllib.request.Request(options["--reward_url"] + "/compute_reward", json.dumps(body).encode())
+    return json.loads(opener.open(request, timeout=10).read())["score"]
+print("options", json.dumps(options), flush=True)
+done = 0
+while done < int(options.get("--steps", 3)) and not stopped:
+    try:
+        print("step", done, "score", score(), flush=True)
+        done += 1
+    except OSError as error:
+        print("no answer", flush=True)
+    time.sleep(0.1)
+if stopped:
+    time.sleep(1)
+    print("after the signal", score(), flush=True)
+sys.exit(int(options.get("--code", 0)))
+"""
+
+
+class Launch:
+    """The launcher at work, or done."""
+
+    def __init__(self, folder, trainer, port: int, *options, gpus: str = "", training: tuple = (), out_dir=None):
+        self.out_dir, self.port = out_dir or folder / "run", port
+        self.console = folder / f"console{len(list(folder.glob('console*')))}.txt"
+        command = ["bash", ROOT / SCRIPT, "--port", port, "--trainer", trainer, *options, "--", "--out_dir",
+                   self.out_dir, *training]  # fmt: skip
+        path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus, "PATH": path, "OMP_NUM_THREADS": "1"}
+        environment.pop("RL_HAND_REWARD_TOKEN", None)
+        self.command = Command(command, self.console, environment)
+
+    def ended(self, code: int) -> str:
+        self.command.join(60)
+        assert self.command.exitcode == code, self.output
+        return self.output
+
+    @property
+    def output(self) -> str:
+        return self.console.read_text(errors="replace")
+
+    @property
+    def status(self) -> dict:
+        path = self.out_dir / "launcher.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def read(self, name: str) -> str:
+        path = self.out_dir / name
+        return path.read_text() if path.exists() else ""
+
+    def signal(self, number: int) -> None:
+        os.kill(self.command.pid, number)
+
+    def kill(self) -> None:
+        """Nothing is left, whatever happened."""
+        pids = [self.status.get(f"{name}_pid") for name in ("server", "trainer")]
+        self.command.kill()
+        for pid in filter(None, pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def launch(tmp_path):
+    trainer, started = tmp_path / "trainer.py", []
+    trainer.write_text(TRAINER.replace("ROOT", repr(str(ROOT))))
+
+    def launch(*options, port: int | None = None, **others) -> Launch:
+        started.append(Launch(tmp_path, trainer, port or free_port(), *options, **others))
+        return started[-1]
+
+    yield launch
+    for run in started:
+        run.kill()
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_service_that_dies_is_started_again_and_all_ends_with_the_training(launch):
+    run = launch("--workers", "1", training=("--steps", "12"))
+    wait_for(lambda: "step 2" in run.read("training.log"))
+    first = run.status
+    assert first["phase"] == "training" and alive(first["server_pid"]) and alive(first["trainer_pid"])
+    info = requests.get(f"http://127.0.0.1:{run.port}/info").json()
+    assert info["instance_id"].startswith(f"{first['launcher_pid']}-") and info["workers"] == 1
+    os.kill(first["server_pid"], signal.SIGKILL)
+    output = run.ended(0)
+    last = run.status
+    assert (last["phase"], last["restarts"], last["exit_code"]) == ("done", 1, 0)
+    assert last["server_pid"] != first["server_pid"] and not alive(last["server_pid"])
+    assert "the service died; starting it again in 1 s" in output and "[train] no answer" in output
+    assert "[train] step 11 score" in output and output.count("[reward] rewards (cpu): ready") == 2
+    log, rewards = run.read("training.log"), run.read("reward_server.log")
+    assert '"--device": "cpu"' in log and f'"--reward_url": "http://127.0.0.1:{run.port}"' in log
+    assert "[train]" not in log and rewards.count("ready, ") == 2
+    assert "SIGTERM: answering what is waiting" in rewards  # it was asked to end, not killed
+
+
+def test_ctrl_c_stops_the_training_first_and_the_service_after_it(launch):
+    run = launch(training=("--steps", "100000"))
+    wait_for(lambda: "step 1" in run.read("training.log"))
+    run.signal(signal.SIGINT)
+    output = run.ended(0)
+    assert "[train] after the signal" in output  # the service still answered
+    assert "SIGTERM: answering what is waiting" in run.read("reward_server.log")
+    assert not alive(run.status["server_pid"]) and not alive(run.status["trainer_pid"])
+
+
+@contextlib.contextmanager
+def service(tmp_path):
+    """A service that runs already."""
+    port = free_port()
+    command = [sys.executable, ROOT / "grpo" / "poster" / "reward_server.py", "--port", port]
+    server = Command(command, tmp_path / "s.txt", {**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        wait_for(lambda: "ready, " in (tmp_path / "s.txt").read_text(), 60)
+        yield port
+        assert server.exitcode is None  # whoever used it left it running
+    finally:
+        server.kill()
+        server.join(10)
+
+
+def test_a_service_that_runs_is_used_only_when_asked_for_and_codes_are_those_of_the_training(launch, tmp_path):
+    with service(tmp_path) as port:
+        output = launch(port=port).ended(1)
+        assert f"something listens on port {port}: give another --port, or --reuse_server" in output
+        run = launch("--reuse_server", port=port, training=("--code", "3"))
+        output = run.ended(3)
+        assert "[train] step 2 score" in output and not run.read("reward_server.log")
+        # torchrun, with a process for each GPU: the CPU scorer leaves both to the training; its own code would be 1
+        output = launch("--reuse_server", port=port, gpus="0,1", training=("--code", "75")).ended(75)
+        assert "rewards on the CPU, training on 0,1" in output and output.count("step 2 score") == 2
+        assert "the training saved and gave up waiting for the service" in output
+        stubborn = launch("--reuse_server", port=port, training=("--steps", "100000", "--stop", "never"))
+        wait_for(lambda: "step 1" in stubborn.output)
+        stubborn.signal(signal.SIGTERM)
+        wait_for(lambda: stubborn.status["phase"] == "stopping")
+        assert alive(stubborn.status["trainer_pid"])
+        stubborn.signal(signal.SIGTERM)
+        stubborn.ended(128 + signal.SIGKILL)
+
+
+def test_a_service_that_is_not_ready_is_said_why_and_nothing_is_left(launch):
+    wrong, late = launch("--structur_weight", "1"), launch("--wait", "1")
+    output = wrong.ended(1)
+    assert "the service ended before it was ready" in output and "did you mean --structure_weight?" in output
+    assert "not ready within 1 s: raise --wait" in late.ended(1)
+    for run in (wrong, late):
+        assert not run.read("training.log") and run.status["exit_code"] == 1 and not alive(run.status["server_pid"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["train"], "options of the training stand after --"), (["--port"], "option --port has no value"),
+     (["--trainer", "nothing.py"], "nothing.py: there is no such file"), (["--token", "x"], "RL_HAND_REWARD_TOKEN")],
+)  # fmt: skip
+def test_wrong_options_are_refused_before_anything_starts(options, message):
+    done = subprocess.run(["bash", SCRIPT, *options], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2 and message in done.stderr
+
+
+def test_help_is_the_head_of_the_script():
+    done = subprocess.run(["bash", SCRIPT, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0 and "--reuse_server" in done.stdout and "set -euo" not in done.stdout

@@ -47,7 +47,7 @@ class Config:
 
 def main(cfg: Config) -> None:
     """Builds the model on a GPU if there is one: drawing billions of numbers takes minutes on a CPU."""
-    tokenizer = toys._tokenizer()
+    tokenizer = toys.build_tokenizer()
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     vision_ids = dict(zip(names, tokenizer.convert_tokens_to_ids(toys.VISION), strict=True))
     shape = SHAPES[cfg.shape]
@@ -65,7 +65,7 @@ def main(cfg: Config) -> None:
         model = Qwen2_5_VLForConditionalGeneration(model_config)
     torch.set_default_dtype(torch.float32)
     model.save_pretrained(cfg.output)
-    processor = toys._processor(tokenizer)
+    processor = toys.build_processor(tokenizer)
     processor.image_processor.size = {"shortest_edge": 56 * 56, "longest_edge": 12_845_056}  # areas, as shipped
     processor.save_pretrained(cfg.output)
     print(f"{cfg.output}: {model.num_parameters() / 1e9:.2f} billion parameters")

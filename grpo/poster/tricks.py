@@ -1,5 +1,7 @@
 """Ways to cheat a poster reward, and honest mistakes, as mutations of a gold poster with the score each may reach.
 
+Run:   python grpo/poster/tricks.py [NAME..]      mean score of each over 60 records of level 1, in seconds
+
 A policy finds every one of them sooner or later. BANDS holds the range of the mean score over some dozens of records
 of level 1: a reward that leaves a band has become easier to cheat, or harsher to honest work.
 """
@@ -7,10 +9,13 @@ of level 1: a reward that leaves a band has become easier to cheat, or harsher t
 import copy
 import json
 import random
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from grpo.poster import synthetic
+sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
+from grpo.poster import reward, synthetic
 
 Record = dict[str, Any]
 Trick = Callable[[Record, random.Random], str]
@@ -259,3 +264,20 @@ BANDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("covered", "bomb_500"), (0.005, 0.04)),
     **dict.fromkeys(("empty", "truncated", "nan", "infinite", "duplicate_key", "deep", "no_layers"), (0.0, 0.0)),
 }  # fmt: skip
+
+
+def main(names: list[str]) -> None:
+    """Prints mean score, structure, accuracy and visual of tricks, and the band of the score."""
+    if unknown := [name for name in names if name not in TRICKS]:
+        sys.exit(f"error: trick {unknown[0]!r}: must be one of {', '.join(TRICKS)}")
+    rows = [synthetic.record(seed, 1) for seed in range(60)]
+    print(f"{'trick':16}  score  structure  accuracy  visual  band")
+    for name in names or TRICKS:
+        results = [reward.score(TRICKS[name](row, random.Random(row["id"])), row["ground_truth"]) for row in rows]
+        means = [sum(r[part] for r in results) / len(rows) for part in ("score", "structure", "accuracy", "visual")]
+        low, high = BANDS[name]
+        print("{:16}  {:5.3f}  {:9.3f}  {:8.3f}  {:6.3f}".format(name, *means), f" {low:g} to {high:g}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -91,6 +91,8 @@ def test_format(text, fmt):
         (GOLD.replace(", ", ",, ", 1), "no_json"),
         (GOLD.replace('"', "'"), "no_json"),
         ('["layers"]', "no_json"),
+        (f'{{"layers": [{{"type": "group", "group": {GOLD}}}, {{', "no_json"),  # what is inside of a broken one
+        (f'Here: {{"poster": {GOLD}, "x":', "no_json"),
         (f"<think>{GOLD}</think>", "no_json"),  # the thoughts are no answer
         ('{"layers": []}', "no_layers"),
         ('{"layers": {"0": 1}}', "no_layers"),
@@ -240,6 +242,8 @@ def test_posters_and_errors_can_be_pickled():
         ({**POSTER, "extra": "x" * 262_144}, "at most 262144; leave out"),
         ({**POSTER, "layers": [{**PANEL, "x": math.nan}]}, "not_finite"),
         ({**POSTER, "extra": {1, 2}}, "use numbers, texts, lists"),
+        ({**POSTER, "layers": [{**PANEL, "x": 0.1, "y": 0.1, "width": 0.8, "height": 0.5}]}, "multiply fractions"),
+        ({**POSTER, "layers": [{**PANEL, "x": 700}, PANEL, {**PANEL, "y": -900}]}, "2 of 3 boxes lie off the canvas"),
         (GOLD[:-1] + ', "layers": []}', "duplicate_key"),
         (GOLD[:-1] + ', "x": ' + "[" * 90_000, "too_deep"),
     ],

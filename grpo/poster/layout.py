@@ -181,7 +181,18 @@ def _ground_truth(text: str) -> Poster:
         except _Invalid as error:
             raise ValueError(f"layer {index}, {item!r:.120}: {RULES[str(error)]}; correct the record") from None
     layers.sort(key=lambda pair: pair[0])
-    return Poster(width, height, background, tuple(layer for _, layer in layers), len(layers))
+    poster = Poster(width, height, background, tuple(layer for _, layer in layers), len(layers))
+    outside = sum(_off_canvas(layer) for layer in poster.layers)
+    fractions = all(layer.width * width <= 1 and layer.height * height <= 1 for layer in poster.layers)
+    if fractions or outside > max(1, len(layers) // 2):
+        what = "no box is larger than a pixel" if fractions else f"{outside} of {len(layers)} boxes lie off the canvas"
+        raise ValueError(f"{what} of {width} x {height}: boxes are in px; multiply fractions or thousandths by it")
+    return poster
+
+
+def _off_canvas(layer: Layer) -> bool:
+    left, top, right, bottom = layer.box
+    return left >= 1 or top >= 1 or right <= 0 or bottom <= 0
 
 
 def parse(solution: str, truth: Poster, coord_space: str = "px") -> Poster:
@@ -220,6 +231,8 @@ def parse(solution: str, truth: Poster, coord_space: str = "px") -> Poster:
         kept.append(layer)
     if len(kept) < len(layers):
         warnings.append("layers_cut")
+    if any(map(_off_canvas, kept)):  # if it happens often, the policy counts in another unit: see coord_space
+        warnings.append("off_canvas")
     return Poster(truth.width, truth.height, background, tuple(kept), len(raw), dict(invalid), fmt, tuple(warnings))
 
 
@@ -318,17 +331,36 @@ def _extract(solution: str) -> tuple[dict, float]:
             break
         starts.append(position)
     for start in dict.fromkeys(starts):
-        if _too_deep(text, start):
-            raise Malformed("too_deep")
-        try:
-            value, end = _DECODER.raw_decode(text, start)
-        except json.JSONDecodeError:
-            continue
-        except RecursionError:
-            raise Malformed("too_deep") from None
+        value, end = _value(text, start)
         if isinstance(value, dict) and "layers" in value:
+            around = _around(text, start)
+            if around is not None and _value(text, around)[0] is None:
+                continue  # a piece of something broken, such as a group of layers in a poster without an end
             return value, 1.0 if start == 0 and end == len(text) else 0.8
     raise Malformed("no_json")
+
+
+def _value(text: str, start: int) -> tuple[Any, int]:
+    """The JSON value that begins at `start` and where it ends; None if there is none."""
+    if _too_deep(text, start):
+        raise Malformed("too_deep")
+    try:
+        return _DECODER.raw_decode(text, start)
+    except json.JSONDecodeError:
+        return None, start
+    except RecursionError:
+        raise Malformed("too_deep") from None
+
+
+def _around(text: str, start: int) -> int | None:
+    """Where the outermost object around `start` begins, if something there looks like one."""
+    open_braces: list[int] = []
+    for match in re.finditer(r"{\s*\"|[{}]", text[:start]):
+        if match[0] != "}":
+            open_braces.append(match.start() if match[0] != "{" else -1)
+        elif open_braces:
+            open_braces.pop()
+    return next((position for position in open_braces if position >= 0), None)
 
 
 def _unwrap(text: str) -> str:

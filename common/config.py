@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import inspect
 import io
+import ipaddress
 import json
 import sys
 import textwrap
@@ -13,8 +14,6 @@ import tokenize
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
-
-from common import distributed
 
 T = TypeVar("T")
 
@@ -158,6 +157,18 @@ def no_longer_than_completions(cfg: Any, name: str) -> None:
     require(value <= limit, f"{name} = {value}", f"must be at most max_new_tokens = {limit}", "lower it")
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine, seen by nobody else.
+
+    Args:
+        host: name or address.
+    """
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
+
+
 def comments(cls: type) -> dict[str, str]:
     """The trailing comment of every field of a dataclass.
 
@@ -214,6 +225,8 @@ def save(cfg: Any, out_dir: str) -> None:
         cfg: a dataclass instance.
         out_dir: of the run.
     """
+    from common import distributed  # imports torch, which a server without a model does not need
+
     if distributed.rank() > 0:
         return
     Path(out_dir).mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,6 @@ A request is repeated until it is answered or the patience ends, so it must be o
 service is away, one thread asks for its health and all others wait: a server that starts again meets no storm.
 """
 
-import ipaddress
 import json
 import random
 import sys
@@ -22,6 +21,7 @@ import torch
 import urllib3
 
 from common import background
+from common.config import is_loopback
 from common.distributed import OutageError, print_main
 
 CONNECT_SECONDS = 5.0
@@ -65,18 +65,6 @@ def unpack(body: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     except (safetensors.SafetensorError, ValueError, KeyError) as error:
         raise ValueError(f"a body of {len(body)} bytes is not in the safetensors format ({error})") from error
     return tensors, header.get("__metadata__", {})
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host is this machine, seen by nobody else.
-
-    Args:
-        host: name or address.
-    """
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a name
-        return host == "localhost"
 
 
 class Service:

@@ -171,7 +171,10 @@ def serve(handle: int) -> None:
             traceback.print_exc()
             answer = None, Refused("internal", f"{type(error).__name__}: see the log of the server")
         signal.alarm(0)
-        pipe.send(answer)
+        try:
+            pipe.send(answer)
+        except BrokenPipeError:  # the server was killed meanwhile
+            return
 
 
 def _prepare(options: Options, seconds: float) -> None:

@@ -114,8 +114,6 @@ class Config:
         config.above_zero(self, "reward_patience")
         config.one_of(self, loss=AGGREGATION, advantage_scale=("auto", "group", "batch", "none"),
                       kl_estimator=("k2", "k3"), coord_space=("px", "rel1000"))  # fmt: skip
-        require(self.freeze_vision or self.kl_coef == 0, f"kl_coef = {self.kl_coef} with freeze_vision = False",
-                "the reference would see through a tower that changes", "freeze it, or set kl_coef to 0")  # fmt: skip
         require(self.loss != "gspo" or max(self.epsilon_low, self.epsilon_high) < 0.1,
                 f"epsilon_low = {self.epsilon_low}, epsilon_high = {self.epsilon_high} with the loss 'gspo'",
                 "the ratio of a sequence stays near 1, so nothing would clip", "set them to 3e-3 and 4e-3")  # fmt: skip
@@ -334,7 +332,10 @@ def main(cfg: Config) -> None:
                 # the first minibatch finds its old log-probs in its own forward pass
                 logprobs.fill(chain(*minibatches[1:]), "old_logps", policy, home, cfg.micro_batch_tokens)
                 if reference is not None:
-                    logprobs.fill(micros, "ref_logps", reference, gpus.reference, cfg.micro_batch_tokens)
+                    own = None  # what the reference sees, if the policy's vision tower is another one by now
+                    if processor and not cfg.freeze_vision:
+                        own = images.Images.of(frozen, processor, [e.prompt_ids for e in examples_P], pictures_P)
+                    logprobs.fill(micros, "ref_logps", reference, gpus.reference, cfg.micro_batch_tokens, own)
             with log.time("score"), distributed.together("score"):
                 scored = scoring.result()
             rewards_PG = scored.rewards.view(-1, cfg.group_size)

@@ -23,7 +23,7 @@ from typing import Any
 import uvicorn
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import config, service
+from common import config
 from common.config import require
 from grpo.poster.items import MAX_ITEMS
 from grpo.poster.web import create_app
@@ -79,7 +79,7 @@ class Config:
     @property
     def local(self) -> bool:
         """Whether only this machine is answered."""
-        return service.is_loopback(self.host)
+        return config.is_loopback(self.host)
 
     @cached_property
     def secret(self) -> str:

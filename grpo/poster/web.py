@@ -73,6 +73,8 @@ def create_app(rewards: Rewards) -> Callable:
         seconds = items.timeout_seconds(request.headers.get("X-Timeout-Ms"), cfg.deadline_seconds)
         body = await _body(request)
         rewards.require_ready()
+        # before it is read, which takes longer than to refuse it; inside of a text the quotes would be escaped
+        rewards.require_room(body.count(b'"solution_str"'))
         if len(body) > LARGE:
             asked = await asyncio.wrap_future(rewards.processes.submit(items.read, body, many))
         else:

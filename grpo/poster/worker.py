@@ -145,9 +145,7 @@ class Rewards:
         request = Request(items, time.monotonic() + seconds)
         with self._changed:
             self.require_ready()
-            if len(self.waiting) + len(items) > self.cfg.max_queue:
-                text = f"{len(self.waiting)} items wait, {self.cfg.max_queue} at most (--max_queue): come again later"
-                raise Refused("queue_full", text)
+            self.require_room(len(items))
             self.waiting.extend((request, index) for index in range(len(items)))
             self._changed.notify()
         return request.future
@@ -161,6 +159,16 @@ class Rewards:
         """Raises Refused if nothing can be scored now."""
         if self.state != "ready":
             raise Refused(self.state.partition(":")[0], self.state)
+
+    def require_room(self, items: int) -> None:
+        """Raises Refused if so many do not fit into the queue now.
+
+        Args:
+            items: of a request.
+        """
+        if len(self.waiting) + items > self.cfg.max_queue:
+            text = f"{len(self.waiting)} items wait, {self.cfg.max_queue} at most (--max_queue): come again later"
+            raise Refused("queue_full", text)
 
     def drain(self) -> None:
         """No new request is taken any more; `work` returns when those that wait are answered."""

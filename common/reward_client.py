@@ -25,7 +25,8 @@ BATCH_BYTES = 2**22  # and bytes: half of what the service takes
 ITEM_TRIES = 3  # for an item that the service calls retryable
 LEAST_SCORED = 0.75  # of a group: with fewer, its baseline would be of those that were easy to score
 MOST_LOST = 0.2  # of the items of a step: above, the service is as good as away
-FLAT_STEPS = 5  # calls with equal scores before a warning
+FLAT_STEPS = 5  # calls in a row with equal scores, or with next to nothing that parses, before a warning
+LEAST_PARSED = 0.1  # share of completions
 MEND = "Mend the service, then run the same command: what was sampled is scored first"
 NOT_METRICS = ("id", "ok", "score", "ms")
 
@@ -71,7 +72,7 @@ class RewardService:
         self.fingerprint = found if fingerprint is None else fingerprint
         self._require_same(found)
         self.service.on_recovery = self._check_same
-        self._flat = 0
+        self._flat, self._malformed = 0, 0
 
     def scores(
         self, completions: Sequence[str], answers: Sequence[str | None], columns: dict[str, list], group_size: int
@@ -109,12 +110,12 @@ class RewardService:
             group = values[start : start + group_size]
             if sum(not math.isnan(x) for x in group) < LEAST_SCORED * len(group):
                 values[start : start + group_size] = [math.nan] * len(group)
-        self._watch(values)
         named = {"service": (values, 1.0)}
         for name in dict.fromkeys(name for result in results if result for name in result):
             numbers = [_number(result, name) for result in results]
             if name not in NOT_METRICS and not all(map(math.isnan, numbers)):
                 named[name] = (numbers, 0.0)
+        self._watch(named)
         return named
 
     def _results(self, items: list[bytes]) -> tuple[list[dict[str, Any] | None], dict[int, Any]]:
@@ -173,12 +174,17 @@ class RewardService:
             "start the service as before, or go on with --allow_reward_change",
         )
 
-    def _watch(self, values: list[float]) -> None:
-        """Says so when scores have been all the same for some time: a broken service often gives one number."""
-        known = [x for x in values if not math.isnan(x)]
+    def _watch(self, named: dict[str, tuple[list[float], float]]) -> None:
+        """Points out, once, what has nothing to teach for some time."""
+        known = [x for x in named["service"][0] if not math.isnan(x)]
         self._flat = self._flat + 1 if len(known) > 1 and max(known) - min(known) < 1e-6 else 0
         if self._flat == FLAT_STEPS:
             print_main(f"warning: {FLAT_STEPS} times in a row all scores were {known[0]:g}: nothing is learned of them")
+        parsed = [x for x in named.get("parse_ok", ([], 0.0))[0] if not math.isnan(x)]
+        self._malformed = self._malformed + 1 if parsed and sum(parsed) < LEAST_PARSED * len(parsed) else 0
+        if self._malformed == FLAT_STEPS:
+            text = "fewer than 10 % of completions could be parsed: a supervised start, or more max_new_tokens, comes first"
+            print_main(f"warning: {FLAT_STEPS} times in a row {text}")
 
 
 def _item(row: int, completion: str, answer: str | None, columns: dict[str, list]) -> bytes:

@@ -135,7 +135,7 @@ def _warm_started(
     )
     rng = random.Random(SEED)
     demonstrations = rows("train")
-    with _undisturbed():
+    with undisturbed():
         policy = LlamaForCausalLM(config)
         optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
         for step in range(steps):
@@ -158,7 +158,7 @@ def _warm_started(
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Train reproducibly inside, and leave the caller's random state, thread count and gradient mode as they were."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # at this size more threads gain little, and on busy cores they wait for each other

@@ -11,8 +11,6 @@ import hashlib
 import os
 import random
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl import Qwen2VLImageProcessorPil
 
 from common import images
+from common import toy
 from grpo.poster import records, synthetic
 
 VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
@@ -91,7 +90,7 @@ def folder(name: str = "toy-poster") -> Path:
         unfinished = Path(scratch) / target.name
         tokenizer = build_tokenizer()
         processor = build_processor(tokenizer) if name == "toy-poster-vlm" else None
-        with _undisturbed():
+        with toy.undisturbed():
             model = build_llama(tokenizer) if processor is None else build_qwen_vl(tokenizer)
             _warm_start(model, processor or tokenizer, STEPS[name])
         model.save_pretrained(unfinished)
@@ -215,16 +214,3 @@ def _warm_start(model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTo
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Train reproducibly inside, and leave the caller's random state, thread count and gradient mode as they were."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # at this size more threads gain little, and on busy cores they wait for each other
-    try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            torch.default_generator.manual_seed(SEED)  # torch.manual_seed would reseed the GPUs as well
-            yield
-    finally:
-        torch.set_num_threads(threads)

@@ -183,7 +183,7 @@ class RewardService:
         parsed = [x for x in named.get("parse_ok", ([], 0.0))[0] if not math.isnan(x)]
         self._malformed = self._malformed + 1 if parsed and sum(parsed) < LEAST_PARSED * len(parsed) else 0
         if self._malformed == FLAT_STEPS:
-            text = "fewer than 10 % of completions could be parsed: a supervised start, or more max_new_tokens, comes first"
+            text = "fewer than 10 % of completions parsed: begin with a supervised start, or raise max_new_tokens"
             print_main(f"warning: {FLAT_STEPS} times in a row {text}")
 
 

@@ -1,6 +1,7 @@
 """Every command in the documentation is run, for two steps on the built-in policy, or named here with the reason."""
 
 import json
+import multiprocessing
 import os
 import re
 import shlex
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, Command
+from conftest import PRELOAD, ROOT, SCRIPTS, Command, _run_script
 from PIL import Image
 from test_copies import fields
 from test_teacher_server import free_port, wait_for
@@ -37,6 +38,7 @@ NOT_RUN = {
     "python grpo/poster/supervised.py --policy_model models/smollm2": "needs that model; another like it is run",
     "python scripts/random_vlm.py --shape 7b": "needs 17 GB; test_poster_grpo.py makes a small one",
     "python grpo/poster/poster_grpo.py --policy_model models/vlm-7b": "needs that model and a GPU",
+    "python scripts/soak_rewards.py": "takes twenty minutes; `pytest -m slow` runs a short one",
     "python grpo/poster/reward_server.py": "the test of the requests below starts it",
     "python grpo/poster/convert.py": "needs that data; test_poster_data.py has small files of each format",
 }
@@ -90,6 +92,21 @@ def repeated() -> list[str]:
     return found
 
 
+def run_forked(script: str, arguments: list[str], environment: dict[str, str], output: Path) -> str:
+    """What `python script arguments` prints; without the seconds that a new process needs to import everything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))  # of the server that is forked, if it starts now
+        patch.setenv("OMP_NUM_THREADS", "1")
+        process = context.Process(target=_run_script, args=(str(ROOT / script), arguments, str(output), environment))
+        process.start()
+    process.join(240)
+    printed = output.read_text() if output.exists() else ""
+    assert process.exitcode == 0, f"{script} {shlex.join(arguments)}\n{printed}"
+    return printed
+
+
 def execute(command: list[str], environment: dict[str, str]) -> str:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
@@ -116,7 +133,8 @@ def poster_policy(tmp_path_factory) -> Path:
 def quickstart_run(tmp_path_factory, environment) -> Path:
     """What `bash scripts/quickstart.sh` leaves behind, after two steps."""
     out_dir = tmp_path_factory.mktemp("runs") / "quickstart"
-    execute([sys.executable, "gspo/gspo.py", *(SMALL + POLICY).split(), "--out_dir", str(out_dir)], environment)
+    arguments = [*(SMALL + POLICY).split(), "--out_dir", str(out_dir)]
+    run_forked("gspo/gspo.py", arguments, environment, out_dir.parent / "printed.txt")
     return out_dir
 
 
@@ -216,7 +234,10 @@ def test_a_documented_command_works(command, tmp_path, environment, quickstart_r
         for folder in ("data/arithmetic", "data/numbers"):
             arguments = [argument.replace(folder, str(tmp_path / "data")) for argument in arguments]
         arguments = [argument.replace("plot.png", str(tmp_path / "plot.png")) for argument in arguments]
-    execute([*LAUNCH[program], *arguments], environment)
+    if is_script and program == "python":
+        run_forked(arguments[0], arguments[1:], environment, tmp_path / "printed.txt")
+    else:
+        execute([*LAUNCH[program], *arguments], environment)
     if is_script:
         assert (tmp_path / "run" / "checkpoint-000002" / "model.safetensors").exists()
         lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -42,7 +42,7 @@ def test_the_comparison_sees_any_difference(tmp_path):
     assert len(soak_rewards.differences(tmp_path)) == 1
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_training_whose_server_is_killed_is_the_straight_one(tmp_path, capsys):
     folder = tmp_path / "soak"
     tiny = dict(minutes=0.02, kills=2, away=0.2, delay=0.3, batch_size=4)

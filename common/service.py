@@ -269,8 +269,8 @@ class Service:
                 if left <= 0:
                     raise self._given_up(patience_s, error) from error
                 if reported is None or now - reported > REPORT_SECONDS:
-                    text = f"{self.url} is not ready: waiting for it, up to {left:.3g} s ({error})"
-                    print_main(text, file=sys.stderr)
+                    how_long = f"up to {patience_s:g} s" if reported is None else f"{left:.0f} s more at most"
+                    print_main(f"{self.url} is not ready: waiting for it, {how_long} ({error})", file=sys.stderr)
                     reported = now
                 self._sleep(min(left, pause))
                 pause = min(2 * pause, PAUSES[1])

@@ -6,7 +6,7 @@ import time
 import pytest
 from conftest import assert_equal_weights, comparable
 from test_parity import assert_close
-from test_teacher_server import Process, Server, free_port
+from test_teacher_server import Process, Server, free_port, wait_for
 
 from common.distributed import OUTAGE_EXIT_CODE
 
@@ -30,7 +30,9 @@ def start(model_folders, tmp_path):
     started, port = [], free_port()
 
     def start() -> Process:
-        started.append(Process(tmp_path / f"{len(started)}.txt", model_folders["teacher"], port))
+        output = tmp_path / f"{len(started)}.txt"
+        started.append(Process(output, model_folders["teacher"], port))
+        wait_for(lambda: ": ready, " in output.read_text(), 60)  # the patience of the tests is short
         return started[-1]
 
     yield start
@@ -83,7 +85,7 @@ def test_a_teacher_that_is_killed_and_started_again_changes_nothing(launcher, st
     assert_equal_weights(run.weights(), straight.weights())
 
 
-@pytest.mark.parametrize(("script", "ranks"), [("gkd", 1), ("gkd_ddp", 2)])
+@pytest.mark.parametrize(("script", "ranks"), [pytest.param("gkd", 1, marks=pytest.mark.slow), ("gkd_ddp", 2)])
 def test_after_a_long_outage_the_run_is_saved_and_goes_on(launcher, start, tmp_path, script, ranks):
     options = {**ALL, **MIXED, "teacher_patience": 1.0, "save_every": 100}
     first = start()

@@ -223,6 +223,7 @@ def test_the_loss_is_the_mean_over_the_tokens_of_the_posters(quick, few, tmp_pat
     assert losses == pytest.approx([total / count] * 2, rel=1e-4)
 
 
+@pytest.mark.slow  # the page's command is run too
 def test_supervised_over_the_command_line(quick, few, tmp_path):
     command = [sys.executable, str(ROOT / "grpo/poster/supervised.py"), "--policy_model", str(toys.folder())]
     command += ["--train_data", few, "--steps", "2", "--out_dir", str(tmp_path / "run"), "--device", "cpu"]

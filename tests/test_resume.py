@@ -239,7 +239,7 @@ def test_a_signal_to_one_rank_stops_both(launcher, tmp_path):
     assert_same(after, launcher.trained("gspo_ddp", 2, steps=STEPS))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_to_torchrun_saves_first(launcher, tmp_path, number):
     slow = launcher.copy("gspo_ddp", SLOW_REWARD)
     run = launcher.command(TORCHRUN, slow, tmp_path, steps=STEPS, save_every=100)

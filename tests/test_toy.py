@@ -144,6 +144,7 @@ def test_the_warm_start_leaves_room_to_learn(policy, tokenizer):
     assert 0.10 <= accuracy(policy, tokenizer, repeats=1, do_sample=False) <= 0.50
 
 
+@pytest.mark.slow
 def test_the_teacher_is_right_nearly_always_and_larger(policy_folder, policy, tokenizer, monkeypatch):
     monkeypatch.setenv("RL_HAND_CACHE", str(policy_folder.parent))  # beside the policy
     folder = toy.folder("toy-teacher")

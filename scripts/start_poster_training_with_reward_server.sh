@@ -92,8 +92,8 @@ status() { # phase: for whoever looks, at any time
     local form='{"phase": "%s", "url": "%s", "launcher_pid": %s, "server_pid": %s, "trainer_pid": %s, "restarts": %s'
     # shellcheck disable=SC2059
     printf "$form, \"exit_code\": %s}\n" "$phase" "$url" $$ "${server:-null}" "${trainer:-null}" "${#restarts[@]}" \
-        "${code:-null}" >"$out_dir/launcher.json.new"
-    mv "$out_dir/launcher.json.new" "$out_dir/launcher.json"
+        "${code:-null}" >"$out_dir/launcher.json.$$"
+    mv "$out_dir/launcher.json.$$" "$out_dir/launcher.json"
 }
 
 show() { # name: lines with a prefix, also those of a progress bar; outlives Ctrl-C, for what is said while saving

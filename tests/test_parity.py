@@ -212,6 +212,7 @@ def test_another_seed_is_another_run(launcher):
     assert {line["prompt"] for line in one.samples[:4]} != {line["prompt"] for line in other.samples[:4]}
 
 
+@pytest.mark.slow
 def test_accelerate_launch_runs_two_ranks(launcher, tmp_path):
     command = [Path(sys.executable).with_name("accelerate"), "launch", "--cpu", "--num_processes", "2"]
     run = launcher.command(command, launcher.copy("gspo_ddp"), tmp_path / "run", steps=6).wait().succeeded()

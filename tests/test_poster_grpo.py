@@ -101,6 +101,12 @@ def test_a_resumed_run_with_images_is_the_straight_one(run, tmp_path):
     images.load_processor(tmp_path / "parts" / "checkpoint-000003")  # saved with the policy
 
 
+def test_a_small_step_still_evaluates_everything(run):
+    options = dict(steps=1, batch_size=1, group_size=2, num_minibatches=1, eval_every=1, eval_examples=4)
+    done = run("small", "vlm", **options).succeeded()  # fewer completions than what is evaluated at once
+    assert [line["step"] for line in done.lines if "eval_reward" in line] == [0, 1]
+
+
 def test_gspo_with_a_reference_on_two_ranks(run):
     options = dict(loss="gspo", kl_coef=0.1, epsilon_low=3e-3, epsilon_high=4e-3, num_minibatches=1, steps=2,
                    kind="vlm", freeze_vision=False)  # fmt: skip

@@ -224,8 +224,9 @@ def evaluate(sampler, model, processor, examples, folder, tokenizer, judge, cfg)
     """Mean reward of greedy completions and means of its parts, over the examples of all ranks."""
     sums = {}
     with distributed.together("evaluate"):
-        size = cfg.batch_size * cfg.group_size // (4 if processor else 1)  # images of many prompts take memory
-        for part in [examples[i : i + size] for i in range(0, len(examples), max(1, size))]:
+        # images of many prompts take memory
+        size = max(1, cfg.batch_size * cfg.group_size // (4 if processor else 1))
+        for part in [examples[i : i + size] for i in range(0, len(examples), size)]:
             pictures = open_images(part, folder, processor)
             batch = sample(sampler, model, processor, part, pictures, group_size=1, temperature=0)
             scored = score(part, pictures, batch, tokenizer, judge, cfg)
@@ -255,13 +256,14 @@ def main(cfg: Config) -> None:
             f"ranks wait {TIMEOUT_MINUTES} minutes for one another", "lower it, or raise TIMEOUT_MINUTES")  # fmt: skip
     resumed = checkpoint.find(cfg.out_dir, cfg.resume)
     set_seed(cfg.seed + rank)
-    start_model = str(toys.folder(cfg.policy_model)) if cfg.policy_model in toys.STEPS else cfg.policy_model
+    start_model = toys.find(cfg.policy_model)
     source = str(resumed or start_model)
     tokenizer, model = models.load_policy(source, home, cfg.dtype, cfg.gradient_checkpointing)
     models.warn_learning_rate(cfg.learning_rate, model)
     processor, suppressed = None, images.vision_ids(model)
     if images.is_vlm(model.config):
         processor = images.load_processor(source, cfg.max_pixels)
+        processor.tokenizer = tokenizer  # whose padding may have been repaired; it is saved with the policy
         if cfg.freeze_vision:
             images.freeze_vision(model)
     policy = logprobs.LogProbs(model, cfg.temperature, cfg.compile, suppressed_ids=suppressed)
@@ -271,7 +273,7 @@ def main(cfg: Config) -> None:
         reference = logprobs.LogProbs(frozen, cfg.temperature, cfg.compile, suppressed_ids=suppressed)
     optimizer = optim.AdamW(model, cfg.learning_rate, weight_decay=cfg.weight_decay)
     train_examples = load_examples(cfg.train_data, "train", tokenizer, processor, cfg)
-    train_folder, eval_folder = (records.folder_of(source) for source in (cfg.train_data, cfg.eval_data))
+    train_folder, eval_folder = map(records.folder_of, (cfg.train_data, cfg.eval_data))
     eval_examples = []
     if cfg.eval_data and cfg.eval_every:
         eval_examples = load_examples(cfg.eval_data, "test", tokenizer, processor, cfg)

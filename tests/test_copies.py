@@ -11,6 +11,7 @@ from conftest import FAMILIES, ROOT, SCRIPTS
 
 MARK = "# [copy]"
 COMMON = sorted((ROOT / "common").glob("*.py"))
+POSTER = [ROOT / "grpo" / "poster" / f"{name}.py" for name in ("poster_grpo", "reward_server", "supervised", "convert")]
 MOST_LINES = {"similarity_grpo": 475, "gkd": 380, "gkd_ddp": 410, "gkd_multigpu": 420}
 USUAL_LINES = 385
 # A default that may differ: on several GPUs of one process, the CPU is used only when asked for
@@ -67,6 +68,12 @@ def fields(path: Path) -> list[str]:
             value = "..." if node.target.id in OWN_DEFAULT.values() else ast.unparse(node.value)
             found.append(f"{node.target.id}: {ast.unparse(node.annotation)} = {value}")
     return found
+
+
+def comments_of(path: Path) -> dict[str, str]:
+    """Type and comment of every Config field."""
+    found = re.findall(r"^    (\w+): (\w+) = .*?  # (.*)$", path.read_text(), re.MULTILINE)
+    return {name: f"{kind}: {comment}" for name, kind, comment in found}
 
 
 def imported(path: Path) -> set[str]:
@@ -160,6 +167,17 @@ def test_what_similarity_adds_to_main_is_its_own_phase():
     assert not any(word in line for line in removed for word in ("loss", "optimizer", "sampler", "prompts"))
 
 
+def test_the_options_of_the_poster_script_are_those_of_grpo_ddp():
+    one, other = (comments_of(path) for path in (SCRIPTS["grpo_ddp"], POSTER[0]))
+    shared = one.keys() & other.keys()
+    assert len(shared) >= 45
+    # what is said of data, models and losses differs; the rest is the same, word for word
+    assert {name for name in shared if one[name] != other[name]} == {
+        "device", "epsilon_high", "epsilon_low", "eval_data", "kl_estimator", "learning_rate", "loss",
+        "max_new_tokens", "max_prompt_tokens", "policy_model", "reward_url", "train_data", "truncated",
+    }  # fmt: skip
+
+
 def test_a_difference_would_be_seen(tmp_path):
     changed = tmp_path / "changed.py"
     first = SCRIPTS["gspo"]
@@ -167,7 +185,7 @@ def test_a_difference_would_be_seen(tmp_path):
     assert {name for name, text in marked(first).items() if text != marked(changed)[name]} == {"gspo_loss"}
 
 
-@pytest.mark.parametrize("path", [*SCRIPTS.values(), ROOT / "gkd" / "teacher_server.py"], ids=names)
+@pytest.mark.parametrize("path", [*SCRIPTS.values(), ROOT / "gkd" / "teacher_server.py", *POSTER], ids=names)
 def test_every_option_has_a_comment_on_its_line(path):
     # it is the text of --help; a line too long for the formatter would be broken up, and lose it
     (config,) = [node for node in ast.parse(path.read_text()).body if getattr(node, "name", "") == "Config"]
@@ -193,5 +211,6 @@ def test_scripts_stay_short(path):
 
 def test_no_module_hides_one_of_the_standard_library():
     # python gspo/x.py puts gspo/ on sys.path, so a gspo/queue.py, say, would be what torch imports as queue
-    files = [*COMMON, *SCRIPTS.values(), *ROOT.glob("scripts/*.py"), *ROOT.glob("tests/*.py")]
+    files = [*COMMON, *SCRIPTS.values(), *(ROOT / "grpo" / "poster").glob("*.py")]
+    files += [*ROOT.glob("scripts/*.py"), *ROOT.glob("tests/*.py")]
     assert not {path.stem for path in files} & sys.stdlib_module_names

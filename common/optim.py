@@ -1,12 +1,23 @@
-"""AdamW that keeps fp32 master weights for parameters in bf16 or fp16, and steps without waiting for the GPU."""
+"""AdamW that keeps fp32 master weights for parameters in bf16 or fp16, and steps without waiting for the GPU.
+
+Its state (masters and moments, 12 bytes per bf16 parameter) can wait in CPU memory while completions are sampled, or
+live there for good: then a step streams it through the GPU a bucket at a time. Of parameters that FSDP2 has sharded,
+each rank keeps and updates its own part.
+"""
 
 import math
 import weakref
+from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-BUCKET_ELEMENTS = 2**26  # gradients in bf16 or fp16 are cast to fp32 this many at a time (256 MiB), or one parameter
+BUCKET_ELEMENTS = 2**26  # gradients in bf16 or fp16 are cast to fp32 this many at a time (256 MiB)
+STREAM_ELEMENTS = 2**24  # of a state in CPU memory this many are on the GPU at once (192 MiB), three times over
+ALIGNED = 64  # elements
+OFFLOAD = ("none", "rollout", "always")
 FIRST_LOSS_SCALE, GOOD_STEPS = 2.0**16, 1000  # fp16: halved at every overflow, doubled after so many good steps
 
 
@@ -28,6 +39,11 @@ class AdamW:
 
     A bf16 weight of 0.02 cannot move by less than 6e-5, sixty times an update at learning rate 1e-6: without masters,
     training at RL learning rates is rounded away.
+
+    Attributes:
+        params: the parameters trained; of a model that FSDP2 has sharded, distributed tensors.
+        learning_rate: of the next step.
+        offloaded: whether the state is in CPU memory.
     """
 
     def __init__(
@@ -36,6 +52,7 @@ class AdamW:
         learning_rate: float,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
+        offload: str = "none",
     ):
         """Sets up the state for every trainable parameter.
 
@@ -44,10 +61,14 @@ class AdamW:
             learning_rate: can be changed before each step through the attribute of that name.
             betas: decay of the running mean and variance.
             weight_decay: decoupled, applied to every parameter.
+            offload: where the state is: "none", on the parameters' device; "rollout", in CPU memory from `make_room` to
+                the next step; "always", in CPU memory.
 
         Raises:
-            ValueError: no parameter requires a gradient.
+            ValueError: no parameter requires a gradient, or another value of `offload`.
         """
+        if offload not in OFFLOAD:
+            raise ValueError(f"offload = {offload!r}: must be one of {OFFLOAD}")
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if not named:
             raise ValueError("0 parameters to train: at least one must have requires_grad")
@@ -55,17 +76,22 @@ class AdamW:
         self.params = [p for _, p in named]
         self.learning_rate = learning_rate
         self._rule = dict(beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=1e-8, amsgrad=False)
-        self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.params]
-        means, variances = ([torch.zeros_like(master.detach()) for master in self.masters] for _ in range(2))
-        self._state = {"master": self.masters, "exp_avg": means, "exp_avg_sq": variances}  # keys of a checkpoint
-        self._buckets, room = [], 0  # numbers of the parameters that are updated together
-        for i, param in enumerate(self.params):
-            if param.numel() > room:
-                self._buckets.append([])
-                room = BUCKET_ELEMENTS
-            self._buckets[-1].append(i)
-            room -= param.numel()
-        self._device, self._host, self.offloaded = self.params[0].device, None, False
+        self._plain = {i for i, p in enumerate(self.params) if p.dtype == torch.float32}  # are their own masters
+        self._sharded = any(isinstance(p, DTensor) for p in self.params)
+        self._device, self._host, self.offloaded, self._offload = self.params[0].device, None, False, offload
+        self._state = {key: [None] * len(named) for key in ("master", "exp_avg", "exp_avg_sq")}  # keys of a checkpoint
+        if offload == "none":
+            for tensors, i in self._slots():
+                tensors[i] = torch.empty_like(self._own(i), dtype=torch.float32)
+        else:  # made there: on the GPU there may be no room, not even for a moment
+            self._reserve_host()
+        for tensors, i in self._slots():
+            if tensors is self._state["master"]:
+                tensors[i].copy_(self._own(i))
+            else:
+                tensors[i].zero_()
+        elements = STREAM_ELEMENTS if offload == "always" else BUCKET_ELEMENTS
+        self._buckets = _cut([self._own(i).numel() for i in range(len(named))], elements)
         # fp16 gradients below 6e-8 vanish: the loss is scaled up, and the scale finds its own size
         self._dynamic = any(p.dtype == torch.float16 for p in self.params)
         # what a step decides on stays on the device: to read it would make the host wait
@@ -75,13 +101,18 @@ class AdamW:
         self._norm = torch.zeros((), device=self._device)  # of the last step; once not finite it stays, until check()
 
     @property
+    def masters(self) -> list[torch.Tensor]:
+        """The fp32 weights, this rank's part of each; of fp32 parameters their own memory."""
+        return [self._get("master", i) for i in range(len(self.params))]
+
+    @property
     def loss_scale(self) -> float:
         """What `scale` multiplies by; to read it waits for the GPU."""
         return self._scale.item()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call backward() on: multiplied by the loss scale, which is 1 except in fp16."""
-        return loss * self._scale if self._dynamic else loss
+        return loss * self._scale.to(loss.device, non_blocking=True) if self._dynamic else loss
 
     @torch.no_grad()
     def step(self, max_grad_norm: float) -> torch.Tensor:
@@ -96,7 +127,8 @@ class AdamW:
         Returns:
             0-dim fp32 on the parameters' device: gradient norm before clipping; inf or NaN where the step was skipped.
         """
-        self.onload()
+        if self._offload != "always":
+            self.onload()
         norm = self._grad_norm()
         if self._dynamic:
             norm = norm.nan_to_num(math.inf, math.inf)
@@ -106,18 +138,21 @@ class AdamW:
         found_inf = 1.0 - norm.isfinite().float()
         grad_scale = self._scale * (norm / max_grad_norm).clamp(min=1.0)
         self._steps += 1.0 - found_inf
-        for bucket in self._buckets:
-            params = [self.params[i] for i in bucket]
-            masters, means, variances = ([tensors[i] for i in bucket] for tensors in self._state.values())
+        state = self._streamed() if self.offloaded else self._resident()
+        for bucket, (masters, means, variances) in zip(self._buckets, state, strict=True):
             torch._fused_adamw_(
-                masters, _fp32_grads(params, masters), means, variances, [], [self._steps] * len(bucket),
+                masters, self._fp32_grads(bucket, masters), means, variances, [], [self._steps] * len(bucket),
                 lr=self.learning_rate, grad_scale=grad_scale, found_inf=found_inf, maximize=False, **self._rule,
             )  # fmt: skip
-            lowered = [(p, m) for p, m in zip(params, masters, strict=True) if p is not m]
+            pairs = zip(bucket, masters, strict=True)
+            lowered = [(_piece(self._own(i), a, b), m) for (i, a, b), m in pairs if i not in self._plain]
             if lowered:
                 torch._foreach_copy_([p for p, _ in lowered], [m for _, m in lowered])
-            for param in params:
-                param.grad = None
+            for i, _, end in bucket:
+                if end == self._own(i).numel():
+                    self.params[i].grad = None
+        for param in self.params:  # those of which this rank has no part
+            param.grad = None
         if self._dynamic:
             torch._amp_update_scale_(self._scale, self._good_steps, found_inf, 2.0, 0.5, GOOD_STEPS)
         return norm
@@ -141,6 +176,14 @@ class AdamW:
                 "resume from the last checkpoint with a lower learning_rate, or in dtype fp32"
             )
 
+    def make_room(self) -> float:
+        """Moves the state out of the way of a rollout, if the optimizer was told to.
+
+        Returns:
+            GiB moved.
+        """
+        return self.offload() if self._offload == "rollout" else 0.0
+
     @torch.no_grad()
     def offload(self) -> float:
         """Moves masters and Adam state to CPU memory, pinned if they are on a GPU; fp32 parameters stay.
@@ -150,17 +193,12 @@ class AdamW:
         """
         if self.offloaded:
             return 0.0
-        slots = self._slots()
-        if self._host is None:
-            self._host = host_memory(sum(tensors[i].numel() for tensors, i in slots), self._device)
-        start = 0
-        for tensors, i in slots:
-            host = self._host.as_strided(tensors[i].shape, tensors[i].stride(), start)
-            start += host.numel()
-            tensors[i] = host.copy_(tensors[i], non_blocking=True)
+        before = [(tensors[i], tensors, i) for tensors, i in self._slots()]
+        self._reserve_host()
+        for tensor, tensors, i in before:
+            tensors[i].copy_(tensor, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # from here on the CPU may read the copies
-        self.offloaded = True
         return self._host.nbytes / 2**30
 
     @torch.no_grad()
@@ -173,19 +211,22 @@ class AdamW:
         self.offloaded = False
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Masters and Adam state by parameter name, a flat dict of tensors, which later steps change."""
+        """Masters and Adam state by parameter name, a flat dict of tensors, which later steps change.
+
+        Of sharded parameters the whole tensors, in CPU memory of rank 0; a collective then, and empty on other ranks.
+        """
         steps = self._steps.cpu()
         state = {"loss_scale": torch.tensor([self.loss_scale, self._good_steps.item()], dtype=torch.float64)}
         for i, name in enumerate(self.names):
-            state[f"master/{name}"] = self.masters[i].detach()
+            state[f"master/{name}"] = self._whole(i, "master")
             if steps > 0:
                 state[f"step/{name}"] = steps.clone()  # safetensors refuses memory that is shared
-                state |= {f"{key}/{name}": self._state[key][i] for key in ("exp_avg", "exp_avg_sq")}
-        return state
+                state |= {f"{key}/{name}": self._whole(i, key) for key in ("exp_avg", "exp_avg_sq")}
+        return {} if self._sharded and dist.get_rank() > 0 else state
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Restores what `state_dict` gave; also after a change of device or dtype, and while offloaded.
+        """Restores what `state_dict` gave; also while offloaded, or with another device, dtype or number of ranks.
 
         Args:
             state: from `state_dict`.
@@ -202,11 +243,14 @@ class AdamW:
                 f"{odd[:3]} differ; resume with the policy_model of the run"
             )
         steps = state.get(f"step/{self.names[0]}", torch.zeros(()))  # all have the same; absent before the first step
-        for key, tensors in self._state.items():
-            for name, tensor in zip(self.names, tensors, strict=True):
-                tensor.copy_(state[f"{key}/{name}"] if key == "master" or steps > 0 else torch.zeros(()))
-        for param, master in zip(self.params, self.masters, strict=True):
-            param.copy_(master)
+        for key in self._state:
+            for i, name in enumerate(self.names):
+                if key == "master" or steps > 0:
+                    self._get(key, i).copy_(self._part(i, state[f"{key}/{name}"]))
+                else:
+                    self._get(key, i).zero_()
+        for i, master in enumerate(self.masters):
+            self._own(i).copy_(master)
         self._steps.copy_(steps)
         self._norm.zero_()
         loss_scale, good_steps = state["loss_scale"].tolist()
@@ -216,27 +260,142 @@ class AdamW:
 
     def _grad_norm(self) -> torch.Tensor:
         """Norm of the gradient without the loss scale, summed in fp32; what has no gradient counts as zero."""
-        grads = [p.grad for p in self.params if p.grad is not None]
+        grads = [_local(p.grad) for p in self.params if p.grad is not None]
+        grads = [grad for grad in grads if grad.numel()]
         norms = torch._foreach_norm(grads, 2, dtype=torch.float32) if grads else [torch.zeros_like(self._norm)]
-        return torch.linalg.vector_norm(torch.stack(norms)) / self._scale
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        if self._sharded:
+            dist.all_reduce(squares := norm**2)
+            norm = squares.sqrt()
+        return norm / self._scale
 
-    def _slots(self) -> list[tuple[list[torch.Tensor], int]]:
+    def _fp32_grads(self, bucket: list[tuple[int, int, int]], masters: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Gradients as the kernel needs them: fp32, laid out like the masters, and zero where there is none."""
+        grads, casts = [], []
+        for (i, start, end), master in zip(bucket, masters, strict=True):
+            own, grad = self._own(i), self.params[i].grad
+            if grad is None:
+                grads.append(torch.zeros_like(master))
+                continue
+            grad = _local(grad)
+            if grad.stride() != own.stride():  # the kernels do not look at strides
+                grad = torch.empty_like(own, dtype=grad.dtype).copy_(grad)
+            grads.append(_piece(grad, start, end))
+            if grad.dtype != torch.float32:
+                casts.append((torch.empty_like(master), grads.pop()))
+                grads.append(casts[-1][0])
+        if casts:
+            torch._foreach_copy_([cast for cast, _ in casts], [grad for _, grad in casts])
+        return grads
+
+    def _resident(self) -> Iterator[list[list[torch.Tensor]]]:
+        """Masters, means and variances of each bucket, where they are."""
+        for bucket in self._buckets:
+            yield [[_piece(self._get(key, i), a, b) for i, a, b in bucket] for key in self._state]
+
+    def _streamed(self) -> Iterator[list[list[torch.Tensor]]]:
+        """The same on the GPU, from CPU memory and back: the next one comes and the last one goes meanwhile."""
+        if self._device.type != "cuda":
+            yield from self._resident()
+            return
+        now, come, go = torch.cuda.current_stream(self._device), *(torch.cuda.Stream(self._device) for _ in range(2))
+        places, gone = list(self._resident()), []
+
+        def fetch(k: int) -> tuple[list[list[torch.Tensor]], torch.cuda.Event]:
+            if k >= 2:
+                gone[k - 2].synchronize()  # or all buckets would be on the GPU at once
+            with torch.cuda.stream(come):
+                there = [[x.to(self._device, non_blocking=True) for x in xs] for xs in places[k]]
+                return there, come.record_event()
+
+        ahead = fetch(0)
+        for k, place in enumerate(places):
+            there, came = ahead
+            if k + 1 < len(places):
+                ahead = fetch(k + 1)
+            now.wait_event(came)
+            yield there
+            go.wait_stream(now)
+            with torch.cuda.stream(go):
+                for to, values in zip(place, there, strict=True):
+                    for host, value in zip(to, values, strict=True):
+                        if host.data_ptr() != value.data_ptr():  # fp32 parameters are on the GPU
+                            host.copy_(value, non_blocking=True)
+                        value.record_stream(go)
+                        value.record_stream(now)
+                gone.append(go.record_event())
+        torch.cuda.synchronize(self._device)  # from here on the CPU may read the state
+
+    def _reserve_host(self) -> None:
+        """Gives every tensor of the state a place in CPU memory, made once, in the layout of its parameter."""
+        slots = self._slots()
+        if self._host is None:
+            self._host = host_memory(sum(self._own(i).numel() for _, i in slots), self._device)
+        start = 0
+        for tensors, i in slots:
+            own = self._own(i)
+            tensors[i] = self._host.as_strided(own.shape, own.stride(), start)
+            start += tensors[i].numel()
+        self.offloaded = True
+
+    def _slots(self) -> list[tuple[list[torch.Tensor | None], int]]:
         """Where the tensors stand that can be offloaded: all but the masters that are parameters."""
-        return [(ts, i) for ts in self._state.values() for i, p in enumerate(self.params) if ts[i] is not p]
+        every = range(len(self.params))
+        return [(ts, i) for key, ts in self._state.items() for i in every if key != "master" or i not in self._plain]
+
+    def _own(self, i: int) -> torch.Tensor:
+        """The part of parameter i that this rank has, in its own memory; asked for anew, since that may have moved."""
+        return _local(self.params[i].detach())
+
+    def _get(self, key: str, i: int) -> torch.Tensor:
+        """The part of the state of parameter i that this rank has."""
+        return self._own(i) if key == "master" and i in self._plain else self._state[key][i]
+
+    def _whole(self, i: int, key: str) -> torch.Tensor:
+        """The state of parameter i, all of it; a collective if it is sharded."""
+        param, own = self.params[i], self._get(key, i)
+        if not isinstance(param, DTensor):
+            return own.detach()
+        place = param.device_mesh, param.placements
+        shape = dict(run_check=False, shape=param.shape, stride=param.stride())
+        whole = DTensor.from_local(own.to(self._device), *place, **shape).full_tensor()
+        return whole.cpu() if dist.get_rank() == 0 else whole
+
+    def _part(self, i: int, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank has of the tensor that belongs to parameter i."""
+        param = self.params[i]
+        if not isinstance(param, DTensor):
+            return whole
+        whole = whole.to(self._device)
+        return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None).to_local()
 
 
-def _fp32_grads(params: list[torch.Tensor], masters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Gradients as the kernel needs them: fp32, laid out like the masters, and zero where there is none."""
-    grads, casts = [], []
-    for param, master in zip(params, masters, strict=True):
-        grad = torch.zeros_like(master) if param.grad is None else param.grad
-        if grad.dtype != torch.float32 or grad.stride() != master.stride():  # the CPU kernel does not look at strides
-            grad = torch.empty_like(master)
-            casts.append((grad, param.grad))
-        grads.append(grad)
-    if casts:
-        torch._foreach_copy_([cast for cast, _ in casts], [grad for _, grad in casts])
-    return grads
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _piece(x: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """Elements of a dense tensor in the order of memory, as a view of one dimension."""
+    return x.as_strided((end - start,), (1,), x.storage_offset() + start)
+
+
+def _cut(sizes: list[int], most: int) -> list[list[tuple[int, int, int]]]:
+    """Parameters by number, and pieces of them, that are updated together: number, first element, last one plus 1.
+
+    Pieces begin at multiples of ALIGNED, so that kernels read them as fast, and round them as they would the whole.
+    """
+    buckets, room = [], 0
+    for i, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            if room < min(ALIGNED, size - start):
+                buckets.append([])
+                room = most
+            end = size if size - start <= room else start + room // ALIGNED * ALIGNED
+            buckets[-1].append((i, start, end))
+            room -= end - start
+            start = end
+    return buckets
 
 
 def host_memory(elements: int, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -136,7 +136,7 @@ def test_parameters_of_several_dtypes_can_be_mixed():
         for optimizer in optimizers:
             optimizer.step(math.inf)
     assert torch.equal(mixed.a, separate[0].a) and torch.equal(mixed.b, separate[1].b)
-    assert optimizers[0].masters[0] is mixed.a and optimizers[0].masters[1].dtype == torch.float32
+    assert optimizers[0].masters[0].data_ptr() == mixed.a.data_ptr() and optimizers[0].masters[1].dtype == torch.float32
 
 
 @on_every_device
@@ -385,11 +385,12 @@ def test_the_loss_is_scaled_in_fp16_only(dtype):
 
 @in_every_dtype
 def test_gradients_are_cast_in_buckets_never_all_of_them(dtype, monkeypatch):
-    sizes = dict(a=6, b=3, c=10, d=2, e=2, f=2)
-    buckets = [["a"], ["b"], ["c"], ["d", "e", "f"]]  # at most 8 elements, or one parameter
+    sizes = dict(a=100, b=60, c=300, d=20, e=20, f=60)
+    # at most 160 elements; what is larger is cut, at multiples of 64
+    buckets = [[("a", 100), ("b", 60)], [("c", 128)], [("c", 128)], [("c", 44), ("d", 20), ("e", 20), ("f", 60)]]
     whole = Weights(**{name: torch.linspace(-1, 1, size).to(dtype) for name, size in sizes.items()})
     expected = AdamW(whole, 1e-2)
-    monkeypatch.setattr(optim, "BUCKET_ELEMENTS", 8)
+    monkeypatch.setattr(optim, "BUCKET_ELEMENTS", 160)
     model = copy.deepcopy(whole)
     optimizer = AdamW(model, 1e-2)
     fused, seen, casts = torch._fused_adamw_, [], []
@@ -397,9 +398,10 @@ def test_gradients_are_cast_in_buckets_never_all_of_them(dtype, monkeypatch):
     def spy(masters, grads, *args, **options):
         assert not any(cast() is not None for cast in casts)  # those of the bucket before are gone
         with_gradient = [name for name, p in model.named_parameters() if p.grad is not None]
-        assert with_gradient == [name for bucket in buckets[len(seen) :] for name in bucket]
+        assert with_gradient == sorted({name for bucket in buckets[len(seen) :] for name, _ in bucket})
         casts.extend(weakref.ref(grad) for grad in grads)
-        seen.append([optimizer.names[i] for master in masters for i in range(6) if optimizer.masters[i] is master])
+        owner = {m.untyped_storage().data_ptr(): name for name, m in zip(sizes, optimizer.masters, strict=True)}
+        seen.append([(owner[master.untyped_storage().data_ptr()], master.numel()) for master in masters])
         fused(masters, grads, *args, **options)
 
     for step in range(3):
@@ -540,6 +542,38 @@ def test_steps_do_not_wait_for_the_gpu(dtype, no_waiting):
     else:
         with pytest.raises(FloatingPointError, match="gradient norm"):
             optimizer.check()
+
+
+@in_every_dtype
+@pytest.mark.parametrize("offload", ["rollout", "always"])
+@on_every_device
+def test_a_state_in_cpu_memory_takes_the_same_steps(dtype, offload, device, monkeypatch):
+    monkeypatch.setattr(optim, "STREAM_ELEMENTS", 128)
+    sizes = dict(a=(9, 50), b=(2,), c=(16, 16))
+    values = {name: torch.linspace(-1, 1, math.prod(size)).reshape(size) for name, size in sizes.items()}
+    plain = Weights(**{name: value.to(device, dtype) for name, value in values.items()})
+    model = copy.deepcopy(plain)
+    expected, optimizer = AdamW(plain, 1e-2), AdamW(model, 1e-2, offload=offload)
+    assert optimizer.offloaded
+    for step in range(4):
+        give_gradients(model, step)
+        give_gradients(plain, step)
+        optimizer.step(1.0)
+        expected.step(1.0)
+        assert optimizer.offloaded == (offload == "always")
+        moved = optimizer.make_room()
+        assert optimizer.offloaded and (moved > 0) == (offload == "rollout")
+        assert dtype == torch.float32 or all(master.device.type == "cpu" for master in optimizer.masters)
+        assert_equal(snapshot(model, optimizer)[0], snapshot(plain, expected)[0])
+        assert_equal(snapshot(model, optimizer)[1], snapshot(plain, expected)[1])
+    again = AdamW(copy.deepcopy(model), 1e-2, offload="none")
+    again.load_state_dict({key: value.clone() for key, value in optimizer.state_dict().items()})
+    assert_equal(again.state_dict(), expected.state_dict())
+
+
+def test_an_unknown_way_to_offload_is_refused():
+    with pytest.raises(ValueError, match="offload = 'sometimes'"):
+        AdamW(Weights(a=torch.ones(2)), 1e-2, offload="sometimes")
 
 
 @pytest.mark.gpu

@@ -26,7 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common import config, distributed
+from common import config, distributed, lora
 from common.optim import AdamW
 from common.rollout import RolloutBatch
 
@@ -121,7 +121,7 @@ def save(
     Args:
         out_dir: of the run.
         step: steps done.
-        model: the unwrapped policy.
+        model: the unwrapped policy; of a sharded one its plain copy.
         tokenizer: saved with it.
         optimizer: its state is saved.
         position: prompts taken from the data so far, over all ranks.
@@ -133,6 +133,7 @@ def save(
     Raises:
         OSError: it could not be written.
     """
+    optimizer_state = optimizer.state_dict()  # a collective, if it is sharded
     rng_by_rank = distributed.gather_objects(_rng_state())
     rollouts = distributed.gather_objects(_tensors(rollout) if rollout is not None else None)
     with distributed.together("save"):
@@ -143,11 +144,11 @@ def save(
             folder = Path(out_dir) / f".writing-{final.name}"
             folder.mkdir(parents=True)
             try:
-                model.save_pretrained(folder)
+                lora.save(model, folder)
                 tokenizer.save_pretrained(folder)
                 if reference is not None:
                     reference.save_pretrained(folder / REFERENCE)
-                save_file({k: v.detach().cpu().contiguous() for k, v in optimizer.state_dict().items()},
+                save_file({k: v.detach().cpu().contiguous() for k, v in optimizer_state.items()},
                           folder / "optimizer.safetensors")  # fmt: skip
                 rng = {f"rank{r}/{name}": value for r, state in enumerate(rng_by_rank) for name, value in state.items()}
                 save_file(rng, folder / "rng.safetensors")

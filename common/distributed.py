@@ -4,11 +4,13 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 BUCKET_ELEMENTS = 2**26  # gradients that travel at once
 OUTAGE_EXIT_CODE = 75  # of a run that saved and gave up waiting for a service: start it again later (EX_TEMPFAIL)
@@ -16,6 +18,35 @@ OUTAGE_EXIT_CODE = 75  # of a run that saved and gave up waiting for a service: 
 
 class OutageError(RuntimeError):
     """A service that a run needs stays away. All ranks raise it, so that they save together; nothing was skipped."""
+
+
+def start(device: torch.device, timeout_minutes: float) -> tuple[int, int]:
+    """Joins the other processes of a torchrun or accelerate launch; does nothing in a single process.
+
+    Args:
+        device: of this process; numbers travel between GPUs by NCCL, and what hosts decide on between CPUs by gloo, so
+            that no GPU has to be waited for.
+        timeout_minutes: how long ranks wait for one another.
+
+    Returns:
+        Number of this process, and how many there are.
+
+    Raises:
+        ValueError: the launcher was told to use DeepSpeed.
+    """
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("true", "1"):
+        raise ValueError(
+            "ACCELERATE_USE_DEEPSPEED is set: the scripts take their optimizer steps themselves, which ZeRO would have "
+            "to do; use FSDP2, which shards the same: --fsdp true, or a configuration of scripts/accelerate/"
+        )
+    # accelerate launch sets it for FSDP: transformers would load weights on rank 0 alone, for Accelerate to send on
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+    return rank(), num_ranks()
 
 
 def rank() -> int:
@@ -74,16 +105,19 @@ def any_rank(flag: bool) -> bool:
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Adds up gradients over all ranks, in place; a collective, for loops without DistributedDataParallel.
+    """Adds up gradients over all ranks, in place; a collective.
 
     Args:
-        parameters: the same on every rank, in the same order; where a rank has no gradient, it counts as 0.
+        parameters: the same on every rank, in the same order; where a rank has no gradient, it counts as 0. Gradients
+            of parameters that FSDP2 has sharded are sums already.
     """
     if num_ranks() == 1:
         return
     bucket: list[torch.Tensor] = []
     size = 0
     for parameter in parameters:
+        if isinstance(parameter, DTensor):
+            continue
         if parameter.grad is None:  # such as the vision tower on a rank without images
             parameter.grad = torch.zeros_like(parameter)
         if bucket and (size + parameter.numel() > BUCKET_ELEMENTS or bucket[0].dtype != parameter.dtype):
@@ -103,7 +137,7 @@ def _sum_bucket(gradients: list[torch.Tensor]) -> None:
 
 
 @contextmanager
-def together(phase: str) -> Iterator[None]:
+def together(phase: str, collective: bool = False) -> Iterator[None]:
     """All ranks leave the block, or all raise: the one that failed its own error, the others one that names it.
 
     Without this, the ranks that did not fail would wait in their next collective until its timeout. The block must hold
@@ -111,10 +145,15 @@ def together(phase: str) -> Iterator[None]:
 
     Args:
         phase: what the block does, for the message.
+        collective: the block does hold collectives, those of FSDP2, in which the other ranks may wait by then: an error
+            is raised as it is, the process ends, and the launcher ends the others.
 
     Raises:
         RuntimeError: on the ranks that did not fail; OutageError if that is what failed on the others.
     """
+    if collective:
+        yield
+        return
     error = None
     try:
         yield
@@ -132,21 +171,18 @@ def together(phase: str) -> Iterator[None]:
 
 
 def shutdown(code: int = 0) -> None:
-    """Ends the process group, and with gloo the whole process: to be called last, when all ranks have done their work.
+    """Ends the process, if it is one of several: to be called last, when all ranks have done their work.
 
     Gloo's threads let go of Python objects whenever they get to it. One that does so while the interpreter shuts down
-    aborts the process; and the destructor of the group waits for a thread that may wait for Python's lock. So with gloo
-    nothing is shut down: what was printed is flushed, and the process exits.
+    aborts the process; and the destructor of the group waits for a thread that may wait for Python's lock. So nothing
+    is shut down: what was printed is flushed, and the process exits.
 
     Args:
-        code: exit code of the process, with gloo.
+        code: exit code of the process.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
-    if dist.get_backend() == "nccl":
-        dist.destroy_process_group()
-        return
-    dist.barrier()  # rank 0 may hold what the others meet at
+    gather_objects(None)  # rank 0 may hold what the others meet at
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -89,7 +89,7 @@ def check(cfg: Any) -> None:
     Raises:
         ValueError: a rule is broken.
     """
-    from common import models, sampling
+    from common import lora, models, optim, sampling
 
     at_least(cfg, 1, "steps", "batch_size", "group_size", "num_minibatches", "micro_batch_tokens", "max_new_tokens")
     at_least(cfg, 1, "max_prompt_tokens", "save_every", "keep_checkpoints", "eval_examples")
@@ -98,6 +98,9 @@ def check(cfg: Any) -> None:
     above_zero(cfg, "temperature")
     require(cfg.max_grad_norm > 0, f"max_grad_norm = {cfg.max_grad_norm}", "must be above 0", "inf: no clipping")
     one_of(cfg, truncated=("keep", "mask"), dtype=("auto", *models.DTYPES), device=("auto", "cuda", "cpu"))
+    one_of(cfg, optimizer_offload=optim.OFFLOAD)
+    at_least(cfg, 0, "memory_limit")
+    lora.check(cfg)
     sampling.Sampling(1.0, cfg.top_p, cfg.top_k, cfg.min_p)  # has rules of its own
     rows = cfg.batch_size * cfg.group_size
     require(

@@ -16,11 +16,11 @@ from contextlib import ExitStack, contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from common import attention, sampling
+from common import attention, devices, lora, sampling
 from common.cache import FlashCache, SdpaCache, Space
 from common.head import vocabulary_logits, wide_weight
 from common.images import Images
-from common.models import eval_mode, merged_adapters
+from common.models import eval_mode
 from common.sampling import Sampling
 
 CHECK_EVERY = 16  # steps between two looks at which rows have ended, on a GPU; each look makes the CPU wait for it
@@ -72,6 +72,7 @@ class Engine:
         self.suppressed = torch.tensor(list(suppressed_ids), dtype=torch.long, device=self.device)
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
         self.pool = None  # memory shared by all graphs
+        self.rows = 0  # decoded at once, at most, in this rollout
         self.state = torch.empty(7, 0)
         self.out_tokens = torch.empty(0)
 
@@ -112,6 +113,7 @@ class Engine:
         """
         B, T = uniforms.shape
         space = self._plan(prompts, group_size, T, max_rows)
+        self.rows = space.rows
         self._reserve(space, uniforms)
         waiting, rows, step, changed = deque(range(len(prompts))), [], 0, False
         free_rows, free_prompts = list(range(space.rows))[::-1], list(range(space.prompts))[::-1]
@@ -182,7 +184,7 @@ class Engine:
             return Space(rows, max(rows, SMALLEST_BATCH), num_prompts, group_size, longest, new_tokens)
 
         if self.device.type == "cuda":
-            free = torch.cuda.mem_get_info(self.device)[0] + self._held_by_torch()
+            free = devices.free_bytes(self.device) + self.cache_bytes  # the cache can be allocated anew
             vocabulary = self.model.get_output_embeddings().weight.shape[0]
             while groups and self.cache.bytes(space(groups)) + 16 * groups * group_size * vocabulary > 0.9 * free:
                 groups -= max(1, groups // 8)  # logits, their copies in the draw, and the cache
@@ -193,11 +195,6 @@ class Engine:
                     "are free; lower one of them"
                 )
         return space(groups)
-
-    def _held_by_torch(self) -> int:
-        """Bytes that are free to this process though not to others: torch's allocator, and the cache itself."""
-        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return unused + self.cache_bytes
 
     @property
     def cache_bytes(self) -> int:
@@ -232,7 +229,7 @@ class Engine:
         """Caches on the attention modules, eval mode, LoRA merged; all of it is taken back, also on errors."""
         with ExitStack() as stack:
             stack.enter_context(eval_mode(self.model))
-            stack.enter_context(merged_adapters(self.model))
+            stack.enter_context(lora.merged(self.model))
             for module, (keys, values) in zip(self.modules, self.cache.pools, strict=True):
                 module.rl_keys, module.rl_values = keys, values
                 stack.callback(lambda module=module: [delattr(module, name) for name in ("rl_keys", "rl_values")])
@@ -347,8 +344,9 @@ class Engine:
                     self._step(b, how)
             torch.cuda.current_stream(self.device).wait_stream(aside)
             graph = torch.cuda.CUDAGraph()
-            # thread_local: what NCCL and other threads do meanwhile is no part of it, and must not end it
-            mode = dict(pool=self.pool, capture_error_mode="thread_local")
+            # thread_local: what NCCL and other threads do meanwhile is no part of it, and must not end it. A stream of
+            # this GPU: the one that torch would take belongs to the first GPU for which it did
+            mode = dict(pool=self.pool, stream=aside, capture_error_mode="thread_local")
             with torch.cuda.device(self.device), torch.cuda.graph(graph, **mode):
                 self._step(b, how)
         finally:

@@ -4,15 +4,18 @@ Dims: m sequences, Q prompt tokens, C completion tokens, T = Q + C, M tokens of 
 V vocabulary, N completion tokens of a batch, n of them in one chunk.
 """
 
+import dataclasses
+import math
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
-from common import attention
+from common import attention, lora, memory
 from common.head import token_logps, vocabulary_logits
 from common.images import Images, join
 
@@ -30,9 +33,6 @@ def _rows(lengths_m: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tens
 class LogProbs(nn.Module):
     """A policy as the losses see it: tokens in, log-probabilities [m, C] out.
 
-    This is the module that DistributedDataParallel and DataParallel wrap, so that between GPUs travels one number per
-    completion token and never the logits.
-
     Attributes:
         packed: whether sequences are computed one behind the other in a single row, without padding.
         compiled: whether transformer blocks and head are compiled.
@@ -45,16 +45,18 @@ class LogProbs(nn.Module):
         compile: bool = False,
         train_entropy: bool = False,
         suppressed_ids: Sequence[int] = (),
+        adapters: bool = True,
     ):
         """Wraps a model, whose attention becomes that of common/attention.py if it is of the plain causal kind.
 
         Args:
             model: a transformers causal language model, with dropout off; wrapped by peft or not.
             temperature: the sampling temperature; the log-probabilities are those of the distribution sampled from.
-            compile: compile what is worth it, on a GPU; not under DataParallel, whose copies and threads would have
-                every GPU compile for itself, at the same time.
+            compile: compile what is worth it, on a GPU.
             train_entropy: let gradients through the entropy too, for an entropy bonus.
             suppressed_ids: tokens that are never sampled, as `rollout.Sampler` was told.
+            adapters: False: without those of the model, which then is its own reference. Nothing else may compute with
+                the model at the same time.
 
         Raises:
             TypeError: the output head is more than a linear layer, such as one with an adapter.
@@ -67,7 +69,7 @@ class LogProbs(nn.Module):
                 "plain nn.Linear; leave the head out of target_modules and modules_to_save, and do not quantize it"
             )
         self.model = model
-        self.temperature, self.train_entropy = temperature, train_entropy
+        self.temperature, self.train_entropy, self.adapters = temperature, train_entropy, adapters
         self.suppressed_ids = torch.tensor(list(suppressed_ids), device=head.weight.device) if suppressed_ids else None
         support = attention.install(model)
         self.packed = not support.reason
@@ -75,8 +77,13 @@ class LogProbs(nn.Module):
         # on a CPU it would take a C++ compiler and a minute, and gain little
         self.compiled = compile and head.weight.is_cuda
         if self.compiled:
+            from torch._dynamo import config
+
+            # with and without gradients, adapters and a cache, for several lengths: more than the 8 that are compiled
+            config.recompile_limit = max(32, config.recompile_limit)
             for block in attention.decoder_layers(model, support):
-                block.compile(dynamic=True)  # all of one kind share what is compiled
+                if block._compiled_call_impl is None:  # else the reference would throw the policy's away
+                    block.compile(dynamic=True)  # all of one kind share what is compiled
 
     def forward(
         self,
@@ -90,9 +97,10 @@ class LogProbs(nn.Module):
 
         Args:
             prompt_ids: [m, Q] int64, padded on the left.
-            prompt_mask: [m, Q] bool.
+            prompt_mask: [m, Q] bool; or [m] int64 on the CPU, tokens of each: then the host never waits for the GPU.
             completion_ids: [m, C] int64, padded on the right.
-            completion_mask: [m, C] bool, the tokens of a completion, the end token included: its first ones, or none.
+            completion_mask: [m, C] bool, the tokens of a completion, the end token included: its first ones, or none;
+                or [m], as above.
             images: of the m prompts, if the policy is given any.
 
         Returns:
@@ -131,12 +139,12 @@ class LogProbs(nn.Module):
             ValueError: the images are of other prompts.
         """
         (m, Q), device = prompt_ids.shape, prompt_ids.device
-        prompt_m, completion_m = prompt_mask.sum(1), completion_mask.sum(1)
+        prompt_m, completion_m = (x if x.dim() == 1 else x.sum(1) for x in (prompt_mask, completion_mask))
+        lengths, completions = torch.stack([prompt_m + completion_m, completion_m]).tolist()
+        prompt_m, completion_m = (x.to(device, non_blocking=True) for x in (prompt_m, completion_m))
         length_m, padding_m = prompt_m + completion_m, Q - prompt_m
-        # the one time that the host waits for the GPU
-        lengths, completions = torch.stack([length_m, completion_m]).tolist()
         ids_mT = torch.cat([prompt_ids, completion_ids], dim=1)
-        decoder, T = self.model.get_decoder(), ids_mT.shape[1]
+        T = ids_mT.shape[1]
         if images is not None:
             images.check([n - c for n, c in zip(lengths, completions, strict=True)])
         if self.packed and max(lengths) <= self.window:
@@ -148,7 +156,7 @@ class LogProbs(nn.Module):
             else:
                 given = images.inputs(self.model, ids_1M, row_M[None], place_M[None])
             packed = attention.inputs(device, attention.Packed.of(lengths, device))
-            hidden = decoder(**given, **packed).last_hidden_state
+            hidden = self._hidden(**given, **packed)
         else:
             # Each row is moved to the left, so that all padding is at its end, where causal attention never sees it: no
             # mask is needed, the fast kernels apply, and no position is left without anything to attend to.
@@ -160,74 +168,140 @@ class LogProbs(nn.Module):
                 given = {"input_ids": ids_mT}
             else:
                 given = images.inputs(self.model, ids_mT, torch.arange(m, device=device)[:, None], place_T)
-            hidden = decoder(**given, use_cache=False).last_hidden_state
+            hidden = self._hidden(**given, use_cache=False)
 
         # the state before a token predicts it; prompt and padding never reach the vocabulary
         row_N, place_N = _rows(completion_m, sum(completions))
         before_N = begin_m[row_N] + prompt_m[row_N] + place_N - 1
         return hidden.flatten(0, 1).index_select(0, before_N.to(hidden.device)), (row_N, place_N)
 
+    def _hidden(self, **given: Any) -> torch.Tensor:
+        """What the last layer of the decoder gives."""
+        with nullcontext() if self.adapters else lora.off(self.model):
+            return self.model.get_decoder()(**given).last_hidden_state
+
 
 def fill(
     micros: Iterable[Any],
     field: str,
-    policy: nn.Module,
-    device: torch.device,
+    policy: nn.Module | Sequence[nn.Module],
+    device: torch.device | Sequence[torch.device],
     micro_batch_tokens: int = 0,
     images: Images | None = None,
 ) -> None:
     """Writes log-probabilities under weights that are not trained here into micro-batches: old ones, the reference's.
 
+    Where memory does not suffice, fewer rows are computed at once, then and later; what is written is the same.
+
     Args:
         micros: micro-batches (`rollout.RolloutBatch`) cut as the update will see them.
         field: "old_logps" or "ref_logps".
-        policy: a `LogProbs`, wrapped or not.
-        device: where it takes its input.
+        policy: a `LogProbs`; or one for each `replica` that micro-batches were dealt to.
+        device: where it takes its input; or that of each.
         micro_batch_tokens: what the micro-batches were cut to: without gradients FORWARD_FACTOR times as many tokens go
             into one forward pass, which is faster. 0: each alone, as the update computes it, so that without an update
             between them the ratio is exactly 1; more at once may round differently in half precision.
         images: of the same prompts as the batch's own, by this model's vision tower, where that is another one: for a
             reference whose policy trains its tower.
+
+    Raises:
+        HopelessError: memory does not suffice for a single sequence.
     """
-    if isinstance(policy, DistributedDataParallel):
-        policy = policy.module  # there is nothing to reduce, and no backward pass as it would expect
-    inner = policy.module if isinstance(policy, nn.DataParallel) else policy
-    limit = FORWARD_FACTOR * micro_batch_tokens if inner.packed else 0
-    parts: list[list[Any]] = []
-    size = 0
+    policies, devices = ([policy], [device]) if isinstance(policy, nn.Module) else (policy, device)
+    sharded = any(isinstance(p, DTensor) for p in policies[0].parameters())  # ranks must compute the same number
+    limit = FORWARD_FACTOR * micro_batch_tokens if policies[0].packed and not sharded else 0
+    queues: list[list[_Part]] = [[] for _ in policies]
     for micro in micros:
-        num_tokens = int((micro.prompt_lengths + micro.lengths).sum()) if limit else 1
-        if not parts or size + num_tokens > limit:
-            parts.append([])
-            size = 0
-        parts[-1].append(micro)
-        size += num_tokens
-    # With gradients another graph is compiled, which may round differently: alone, a micro-batch takes the one of the
-    # update. Its activations are freed before the next.
-    trained = any(p.requires_grad for p in policy.parameters())
-    with torch.set_grad_enabled(trained and inner.compiled and not limit):
-        for part in parts:
-            given = [
-                micro.tokens if images is None else (*micro.tokens[:4], images.like(micro.images)) for micro in part
-            ]
-            tokens = given[0] if len(part) == 1 else _join(given)
-            logps = policy(*(x.to(device) for x in tokens))[0].detach().split([len(micro.prompt_ids) for micro in part])
-            for micro, logps_mC in zip(part, logps, strict=True):
-                width = micro.completion_ids.shape[1]
-                setattr(micro, field, logps_mC[:, :width].to(micro.prompt_ids.device))
+        number = 0 if len(policies) == 1 else micro.replica
+        queue = queues[number]
+        if limit and queue and sum(each.size for each in queue[-1].micros) + micro.size <= limit:
+            queue[-1].micros.append(micro)
+        else:
+            queue.append(_Part([micro], policies[number], devices[number], images, not limit, not sharded))
+    parts = [queue[k] for k in range(max(map(len, queues))) for queue in queues if k < len(queue)]
+    # What a GPU needs from another is copied before there is work in its queue, and what it found afterwards: a copy
+    # waits for all that either of them was given before.
+    given = [part.tokens() for part in parts]
+    found = []
+    for k, part in enumerate(parts):
+        values, given[k] = part.values(given[k]), None
+        found += zip(part.micros, values, strict=True)
+        if values[0].dim() > 2:  # hidden states of a teacher take too much memory to wait
+            _write(found, field)
+            found = []
+    _write(found, field)
 
 
-def _join(batches: list[tuple[torch.Tensor | Images, ...]]) -> list[torch.Tensor | Images]:
+def _write(found: list[tuple[Any, torch.Tensor]], field: str) -> None:
+    for micro, values in found:
+        setattr(micro, field, values[:, : micro.completion_ids.shape[1]].to(micro.prompt_ids.device))
+
+
+@dataclasses.dataclass
+class _Part:
+    """Micro-batches in one forward pass of `fill`."""
+
+    micros: list[Any]
+    policy: nn.Module
+    device: torch.device
+    images: Images | None
+    exact: bool  # as the update computes them
+    redo: bool  # in smaller parts if memory runs out
+
+    def tokens(self) -> list[torch.Tensor | Images]:
+        """The arguments of the policy, on its device; lengths stay on the CPU."""
+        given = []
+        for micro in self.micros:
+            tokens = micro.tokens if self.images is None else (*micro.tokens[:4], self.images.like(micro.images))
+            given.append([x if isinstance(x, torch.Tensor) and x.dim() == 1 else x.to(self.device) for x in tokens])
+        return given[0] if len(given) == 1 else _join(given)
+
+    def values(self, tokens: list[torch.Tensor | Images]) -> list[torch.Tensor]:
+        """What the policy says of each micro-batch, [m, C, ...]; in smaller parts if need be."""
+        rows = [len(micro.prompt_ids) for micro in self.micros]
+        if sum(rows) <= getattr(self.policy, "most_rows", math.inf):  # which went well after a failure
+            with memory.noticed() as failure:
+                return list(self._forward(tokens).split(rows))
+            memory.free()
+            if sum(rows) == 1 or not self.redo:
+                what = f"a forward pass of {sum(rows)} sequences, {self.micros[0].size} tokens ({failure[0]})"
+                fewer = "" if sum(rows) == 1 else "lower micro_batch_tokens; or "
+                raise memory.HopelessError(what, fewer + memory.REMEDIES)
+            self.policy.most_rows = sum(rows) // 2
+            memory.say(f"out of memory in a forward pass of {sum(rows)} sequences: now {sum(rows) // 2} at once")
+        if len(rows) > 1:
+            middle = len(rows) // 2
+            halves = [dataclasses.replace(self, micros=part) for part in (self.micros[:middle], self.micros[middle:])]
+            return [x for half in halves for x in half.values(half.tokens())]
+        found = []
+        for half in self.micros[0].halves():
+            part = dataclasses.replace(self, micros=[half])
+            (values,) = part.values(part.tokens())
+            missing = self.micros[0].completion_ids.shape[1] - values.shape[1]
+            found.append(F.pad(values, (0, 0) * (values.dim() - 2) + (0, missing)))
+        return [torch.cat(found)]
+
+    def _forward(self, tokens: list[torch.Tensor | Images]) -> torch.Tensor:
+        # With gradients another graph is compiled, which may round differently: alone, a micro-batch takes the one of
+        # the update. Its activations are freed before the next.
+        trained = any(p.requires_grad for p in self.policy.parameters())
+        with torch.set_grad_enabled(trained and self.policy.compiled and self.exact and self.redo):
+            return self.policy(*tokens)[0].detach()
+
+
+def _join(batches: list[list[torch.Tensor | Images]]) -> list[torch.Tensor | Images]:
     """Rows of several batches under one another: prompts padded on the left, completions on the right."""
     joined = []
     for i, tensors in enumerate(zip(*batches, strict=True)):
         if isinstance(tensors[0], Images):
             joined.append(join(tensors))
-            continue
-        width = max(x.shape[1] for x in tensors)
-        missing = [width - x.shape[1] for x in tensors]
-        padded = [F.pad(x, (n, 0) if i < 2 else (0, n)) for x, n in zip(tensors, missing, strict=True)]
-        joined.append(torch.cat(padded))
+        elif tensors[0].dim() == 1:
+            joined.append(torch.cat(tensors))
+        else:
+            width = max(x.shape[1] for x in tensors)
+            missing = [width - x.shape[1] for x in tensors]
+            padded = [F.pad(x, (n, 0) if i < 2 else (0, n)) for x, n in zip(tensors, missing, strict=True)]
+            joined.append(torch.cat(padded))
     return joined
 
 

@@ -1,0 +1,42 @@
+"""Merge LoRA adapters into the model they were trained on: a folder like that of any model, for training or serving.
+
+Run:   python scripts/merge_adapters.py runs/gspo/checkpoint-000200 models/mine
+       python scripts/merge_adapters.py runs/gspo/checkpoint-000200 models/mine --dtype fp32
+
+The sum is made in fp32, on the CPU, and then rounded to the dtype of the base model's weights, or to the one asked for.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import images, lora, models
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Reads the command line, merges and saves."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("adapters", help="folder or hub id with adapter_config.json, such as a checkpoint")
+    parser.add_argument("out", help="folder to be written")
+    parser.add_argument("--dtype", choices=models.DTYPES, help="of the weights saved (default: that of the base model)")
+    args = parser.parse_args(argv)
+    out = Path(args.out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        parser.error(f"{out} exists already: choose another folder")
+    base = lora.base_of(models.find(args.adapters))
+    if base is None:
+        parser.error(f"{args.adapters} holds no adapters (adapter_config.json): it is a model already")
+    dtype = models.DTYPES.get(args.dtype) or AutoConfig.from_pretrained(models.find(base)).dtype
+    model = models.load_frozen(args.adapters, torch.device("cpu"), "fp32").to(dtype)
+    model.save_pretrained(out)
+    reader = images.load_processor if images.is_vlm(model.config) else models.load_tokenizer
+    reader(args.adapters).save_pretrained(out)
+    print(f"{base} + {args.adapters}: {model.num_parameters() / 1e6:.1f} M parameters in {model.dtype}: {out}")
+
+
+if __name__ == "__main__":
+    main()

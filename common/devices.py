@@ -14,17 +14,29 @@ GIB = 2**30
 class Layout:
     """Where each role lives. Ids are those the process sees: CUDA_VISIBLE_DEVICES renumbers them from 0."""
 
-    policy: tuple[torch.device, ...]  # the first also holds gradients and optimizer
+    policy: tuple[torch.device, ...]  # the first also holds the optimizer
     reference: torch.device
     reward: torch.device
+    rollout: tuple[torch.device, ...] = ()  # those that sample, where a script lets others than the policy's do so
 
     @property
     def all(self) -> list[torch.device]:
         """Every device once, in the order of the roles."""
-        return list(dict.fromkeys([*self.policy, self.reference, self.reward]))
+        return list(dict.fromkeys([*self.policy, self.reference, self.reward, *self.rollout]))
+
+    @property
+    def replicas(self) -> list[torch.device]:
+        """Those with a copy of the policy: those that train it, then those that only sample."""
+        return list(dict.fromkeys([*self.policy, *self.rollout]))
 
 
-def layout(policy: tuple[int, ...], reference: int, reward: int, device: str = "auto") -> Layout:
+def layout(
+    policy: tuple[int, ...],
+    reference: int,
+    reward: int,
+    device: str = "auto",
+    rollout: tuple[int, ...] | None = (),
+) -> Layout:
     """Checks the GPU ids of a script and turns them into devices.
 
     Args:
@@ -33,6 +45,7 @@ def layout(policy: tuple[int, ...], reference: int, reward: int, device: str = "
         reward: GPU id of the reward model.
         device: "cuda" (the GPUs named), "cpu" (everything on the CPU), or "auto" (the GPUs named if this machine has
             any GPU, else the CPU, which is said).
+        rollout: GPU ids that sample; None: all of those above; empty: the script has no such constant.
 
     Returns:
         The devices of each role.
@@ -43,18 +56,22 @@ def layout(policy: tuple[int, ...], reference: int, reward: int, device: str = "
     """
     if device not in ("auto", "cuda", "cpu"):
         raise ValueError(f"device = {device!r}: must be auto, cuda or cpu")
-    ids = [*policy, reference, reward]
-    if not policy or any(not isinstance(i, int) or i < 0 for i in ids) or len(set(policy)) != len(policy):
+    sampling = tuple(dict.fromkeys([*policy, reference, reward])) if rollout is None else rollout
+    ids = [*policy, reference, reward, *sampling]
+    twice = any(len(set(role)) < len(role) for role in (policy, sampling))
+    if not policy or any(not isinstance(i, int) or i < 0 for i in ids) or twice:
+        given = f", ROLLOUT_GPU_IDS = {rollout}" if rollout else ""
         raise ValueError(
-            f"POLICY_GPU_IDS = {policy}, REFERENCE_GPU_ID = {reference}, REWARD_GPU_ID = {reward}: must be GPU numbers "
-            "from 0, at least one for the policy and none of them twice; edit these lines at the top of the script"
+            f"POLICY_GPU_IDS = {policy}, REFERENCE_GPU_ID = {reference}, REWARD_GPU_ID = {reward}{given}: must be GPU "
+            "numbers from 0, at least one for the policy and none twice in a role; edit these lines at the top of the "
+            "script"
         )
     found = torch.cuda.device_count()
     if device == "cpu" or (device == "auto" and found == 0):
         if device == "auto":
             print_main("no GPU visible: running on the CPU")
         cpu = torch.device("cpu")
-        return Layout((cpu,), cpu, cpu)
+        return Layout((cpu,), cpu, cpu, (cpu,) if sampling else ())
     needed = max(ids) + 1
     if found < needed:
         last = max(0, found - 1)
@@ -63,10 +80,10 @@ def layout(policy: tuple[int, ...], reference: int, reward: int, device: str = "
             f"this layout needs {needed} GPUs (ids {sorted(set(ids))}), {found} visible. Edit the lines at the top of "
             f"the script, for {max(1, found)} GPU(s) to\n"
             f"    POLICY_GPU_IDS = {fitting}\n    REFERENCE_GPU_ID = {last}\n    REWARD_GPU_ID = {last}\n"
-            "or pass --device cpu to run without GPUs"
+            f"{'    ROLLOUT_GPU_IDS = None' + chr(10) if rollout else ''}or pass --device cpu to run without GPUs"
         )
     cuda = [torch.device("cuda", i) for i in range(needed)]
-    return Layout(tuple(cuda[i] for i in policy), cuda[reference], cuda[reward])
+    return Layout(tuple(cuda[i] for i in policy), cuda[reference], cuda[reward], tuple(cuda[i] for i in sampling))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,3 +232,31 @@ def peak_memory_gib(devices: list[torch.device]) -> list[float]:
     for gpu in gpus:
         torch.cuda.reset_peak_memory_stats(gpu)
     return peaks
+
+
+_limits: dict[int, int] = {}  # bytes that this process may take, by GPU number
+
+
+def limit_memory(devices: list[torch.device], gib: float) -> None:
+    """Keeps this process below a share of each GPU's memory, whatever else is free.
+
+    Args:
+        devices: GPUs, or the CPU, which is left out.
+        gib: GiB of each; 0: no limit.
+    """
+    for device in devices:
+        if gib and device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            _limits[device.index] = int(min(gib * GIB, total))
+            torch.cuda.set_per_process_memory_fraction(_limits[device.index] / total, device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that this process can still allocate, below its limit: what is free, and what torch holds without use.
+
+    Args:
+        device: a GPU.
+    """
+    allocated = torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated
+    return min(free, _limits.get(device.index, free + allocated) - allocated)

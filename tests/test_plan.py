@@ -1,0 +1,431 @@
+"""The plan of memory: counts as published models and real objects have them, peaks as measured, advice that holds."""
+
+import dataclasses
+import importlib.util
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, build_model, tiny_model
+from torch.autograd.graph import saved_tensors_hooks
+
+from common import attention, cache, devices, footprint, layouts, lora, optim, plan, shapes
+from common.devices import GIB
+
+spec = importlib.util.spec_from_file_location("plan_memory", ROOT / "scripts" / "plan_memory.py")
+plan_memory = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(plan_memory)
+spec = importlib.util.spec_from_file_location("random_vlm", ROOT / "scripts" / "random_vlm.py")
+random_vlm = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(random_vlm)
+
+
+def text(kind: str, V: int, H: int, I: int, L: int, heads: int, kv: int, tied: bool) -> dict:  # noqa: E741
+    return dict(model_type=kind, vocab_size=V, hidden_size=H, intermediate_size=I, num_hidden_layers=L,
+                num_attention_heads=heads, num_key_value_heads=kv, tie_word_embeddings=tied)  # fmt: skip
+
+
+def vlm(shape: str) -> dict:
+    inner = dict(**random_vlm.SHAPES[shape], rope_parameters={"rope_type": "default", "rope_theta": 1e6,
+                                                              "mrope_section": [16, 24, 24]})  # fmt: skip
+    vision = random_vlm.VISION | {"out_hidden_size": inner["hidden_size"]}
+    return dict(model_type="qwen2_5_vl", text_config=inner, vision_config=vision,
+                tie_word_embeddings=inner["tie_word_embeddings"])  # fmt: skip
+
+
+PUBLISHED = {
+    "0.5b": text("qwen2", 151936, 896, 4864, 24, 14, 2, True),
+    "1.5b": text("qwen2", 151936, 1536, 8960, 28, 12, 2, True),
+    "7b": text("qwen2", 152064, 3584, 18944, 28, 28, 4, False),
+    "smollm2": text("llama", 49152, 576, 1536, 30, 9, 3, True),
+    "tiny": text("qwen2", 64, 32, 64, 2, 4, 2, True),
+    "3b-vl": vlm("3b"),
+    "7b-vl": vlm("7b"),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, str]:
+    """Folders that hold nothing but a config."""
+    folders = {}
+    for name, config in PUBLISHED.items():
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "config.json").write_text(json.dumps(config))
+        folders[name] = str(folder)
+    return folders
+
+
+def planned(script: str, ranks: int = 1, prompt_tokens: int = 0, visual_tokens=None, on_gpu=True, **options):
+    """A plan from a command line."""
+    argv = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    module, cfg = layouts.load(ROOT / script, argv)
+    roles = layouts.all_ranks(module, cfg, ranks)
+    given = dict(ranks=ranks, prompt_tokens=prompt_tokens, visual_tokens=visual_tokens, on_gpu=on_gpu)
+    return plan.of(cfg, roles, **given)
+
+
+# ---- counts ----
+
+
+def test_parameters_are_those_of_the_published_models(models):
+    counts = {name: shapes.of(models[name]).params for name in ("0.5b", "1.5b", "7b", "smollm2")}
+    assert counts == {"0.5b": 494_032_768, "1.5b": 1_543_714_304, "7b": 7_615_616_512, "smollm2": 134_515_008}
+    # a classifier with one output in place of the vocabulary
+    assert shapes.of(models["7b"], "reward").params == 7_615_616_512 - 152_064 * 3584 + 3584
+    assert shapes.of(models["7b"]).per_rank * 16 == 40_370_176  # as peft counts with rank 16 on all linear layers
+    assert shapes.of(models["7b"], targets="q_proj,v_proj").per_rank == 28 * (3584 + 3584 + 3584 + 512)
+    state = torch.get_rng_state()
+    shape = shapes.of(models["3b-vl"])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert shape.levels == 1 and shape.params - shape.vision == 3_085_938_688 and shape.vision > 6e8
+    assert shapes.of(models["7b"] + "/config.json") == shapes.of(models["7b"])
+
+
+def test_a_tiny_model_takes_what_the_plan_says(models):
+    """Weights, adapters and optimizer state as allocated by the objects themselves, whatever the dtype."""
+    for dtype in ("fp32", "bf16"):
+        options = dict(policy_model=models["tiny"], dtype=dtype)
+        model = build_model("qwen2").to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+        always = planned("gspo/gspo.py", **options).gpus[0].always
+        assert always["weights"] == sum(p.nbytes for p in model.parameters())
+        assert always["AdamW"] == optim.AdamW(model, 1e-3).offload() * GIB  # masters and moments; fp32 ones stay
+        adapted = lora.add(model, lora.Options(4, 8.0))
+        always = planned("gspo/gspo.py", lora_rank=4, kl_coef=0.1, **options).gpus[0].always
+        assert always["weights"] == sum(p.nbytes for p in adapted.parameters())
+        trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+        assert always["AdamW"] == trained * (8 if dtype == "fp32" else 12) and "reference" not in always
+
+
+def test_the_cache_is_that_of_the_engine(models):
+    layers = [attention.Layer(torch.nn.Module(), 2, 128, 6)] * 28
+    options = dict(policy_model=models["1.5b"], batch_size=4, group_size=8, max_new_tokens=100, max_prompt_tokens=300)
+    space = cache.Space(rows=32, batch=32, prompts=4, group_size=8, longest=300, tokens=100)
+    for kind, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        gpu = planned("gspo/gspo.py", dtype=kind, **options).gpus[0]
+        own = cache.FlashCache if kind == "bf16" else cache.SdpaCache
+        assert gpu.groups * gpu.cache == own(layers, dtype, torch.device("cpu")).bytes(space)
+
+
+def test_one_and_a_half_billion_parameters_as_the_rule_of_thumb_has_them(models):
+    gpu = planned("gspo/gspo.py", policy_model=models["1.5b"]).gpus[0]
+    assert gpu.always["weights"] / 1e9 == pytest.approx(3.09, abs=0.01)
+    assert gpu.phases["loss"]["gradients"] / 1e9 == pytest.approx(3.09, abs=0.01)
+    assert gpu.always["AdamW"] / 1e9 == pytest.approx(18.52, abs=0.01)  # 6.2 fp32 weights, 12.3 moments
+
+
+def kept_per_token(adapters: bool, layers: int, compile: bool = False) -> float:
+    """Numbers in bf16 that a model keeps per token for its backward pass."""
+    small = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=layers)
+    model = tiny_model("qwen2", **small).to(torch.bfloat16).train()
+    if adapters:
+        model = lora.add(model, lora.Options(1, 1.0))
+    support, tokens = attention.install(model), 128
+    if compile:
+        torch._dynamo.reset()
+        for block in attention.decoder_layers(model, support):
+            block.compile(backend="aot_eager_decomp_partition", dynamic=True)
+    own, found = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = (storage.nbytes(), x)  # held, so that no other takes its address
+        return x
+
+    packed = attention.inputs(torch.device("cpu"), attention.Packed.of([tokens], torch.device("cpu")))
+    with saved_tensors_hooks(pack, lambda x: x):
+        model.get_decoder()(input_ids=torch.ones(1, tokens, dtype=torch.long),
+                            position_ids=torch.arange(tokens)[None], **packed)  # fmt: skip
+    return sum(size for size, _ in found.values()) / tokens / 2
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_layers_keep_what_the_factors_say(adapters, compile):
+    factors = (footprint.COMPILED_LORA if adapters else footprint.COMPILED) if compile else (
+        footprint.EAGER_LORA if adapters else footprint.EAGER)  # fmt: skip
+    layer = kept_per_token(adapters, 3, compile) - kept_per_token(adapters, 2, compile)
+    shape = SimpleNamespace(hidden=64, queries=64, keys=64, inner=256)
+    # the CPU's kernel writes its output transposed, so that the next layer takes a copy; ranks and statistics are small
+    assert layer == pytest.approx(factors.of(shape) + 64, rel=0.03)
+
+
+# peaks that were measured on H100 and H200 cards (docs/speed.md, gkd/README.md, grpo/poster/README.md)
+POSTER = dict(batch_size=8, group_size=8, max_new_tokens=512)
+SPEED = dict(batch_size=8, group_size=8, num_minibatches=4, max_new_tokens=256, kl_coef=0.1)
+DISTILLATION = dict(batch_size=64, group_size=1, num_minibatches=1, max_new_tokens=256, loss="jsd")
+LONG = POSTER | dict(batch_size=2, group_size=4, gradient_checkpointing=True, max_prompt_tokens=32768)
+MEASURED = [
+    (14.8, "gspo/gspo.py", "0.5b", 128, SPEED),
+    (5.9, "gspo/gspo.py", "smollm2", 128, SPEED),
+    (20.1, "gkd/gkd.py", "0.5b", 128, DISTILLATION | dict(micro_batch_tokens=6144)),
+    (20.4, "gkd/gkd.py", "0.5b", 128, DISTILLATION | dict(micro_batch_tokens=8064)),
+    (76.0, "grpo/poster/poster_grpo.py", "3b-vl", 1006, POSTER),
+    (122.4, "grpo/poster/poster_grpo.py", "7b-vl", 1006, POSTER | dict(gradient_checkpointing=True)),
+    (58.6, "grpo/poster/poster_grpo.py", "3b-vl", 32072, LONG),
+    (12.5, "grpo/poster/poster_grpo.py", "smollm2", 400, dict(max_new_tokens=512, micro_batch_tokens=16384)),
+]
+
+
+@pytest.mark.parametrize(("gib", "script", "model", "prompt_tokens", "options"), MEASURED)
+def test_planned_peaks_are_the_measured_ones(models, gib, script, model, prompt_tokens, options):
+    names = dict(policy_model=models[model])
+    if script == "gkd/gkd.py":
+        names = dict(student_model=models[model], teacher_model=models["1.5b"])
+    visual = min(464, prompt_tokens) if "vl" in model else None
+    run = planned(script, prompt_tokens=prompt_tokens, visual_tokens=visual, **names, **options)
+    assert run.within(80 * GIB if gib < 20 else 140 * GIB).peak(0) / GIB == pytest.approx(gib, rel=0.1)
+
+
+# ---- what settings do ----
+
+
+def test_smaller_settings_take_less(models):
+    base = planned("gspo/gspo_ddp.py", ranks=2, policy_model=models["1.5b"], kl_coef=0.1)
+    sizes = [base.but(micro_batch_tokens=n).peak(0) for n in (640, 1024, 2048, 8192, 10240)]
+    assert sizes == sorted(sizes) and sizes[0] < sizes[-2]
+    assert sizes[-1] == base.but(micro_batch_tokens=10**6).peak(0)  # a minibatch has no more
+    full = base.peak(0)
+    for changes in (dict(gradient_checkpointing=True), dict(optimizer_offload="always"), dict(fsdp=True),
+                    dict(lora_rank=16), dict(lora_rank=16, load_bits=4), dict(kl_coef=0.0)):  # fmt: skip
+        assert base.but(**changes).peak(0) < full, changes
+    assert base.peak(0) == base.peak(1)
+    # compiled layers keep less
+    assert base.but(compile=False).peak(0) > full
+
+
+def test_offloaded_state_is_pinned_by_every_process(models):
+    base = planned("gspo/gspo_ddp.py", ranks=2, policy_model=models["1.5b"])
+    state = 12 * shapes.of(models["1.5b"]).params
+    always, during = base.but(optimizer_offload="always"), base.but(optimizer_offload="rollout")
+    assert always.host == during.host == 2 * state and base.host == 0
+    assert "AdamW" not in during.gpus[0].always and "AdamW" not in during.gpus[0].phases["rollout"]
+    assert during.gpus[0].phases["loss"]["AdamW"] == during.gpus[0].phases["step"]["AdamW"] == state
+    # with one optimizer step per rollout it comes back when the activations have gone
+    assert "AdamW" not in during.but(num_minibatches=1).gpus[0].phases["loss"]
+    assert "AdamW" not in always.gpus[0].phases["loss"]
+    assert always.gpus[0].phases["step"]["streamed state"] < state / 10
+    assert not always.within(100 * GIB, host=32 * GIB).fits() and always.within(100 * GIB, host=64 * GIB).fits()
+
+
+def test_shards_and_the_copy_that_samples(models):
+    params = shapes.of(models["7b"]).params
+    for ranks in (2, 8):
+        gpu = planned("gspo/gspo_ddp.py", ranks, policy_model=models["7b"], fsdp=True).gpus[0]
+        assert gpu.always["weights"] == pytest.approx(4 * params / ranks)
+        assert gpu.always["copy to sample"] == 2 * params
+        assert gpu.always["AdamW"] == pytest.approx(8 * params / ranks)
+        assert gpu.phases["step"]["gradients"] == pytest.approx(4 * params / ranks)
+    assert planned("gspo/gspo_ddp.py", 1, policy_model=models["7b"], fsdp=True).gpus[0].always["weights"] == 2 * params
+
+
+def test_roles_of_several_gpus_in_one_process(models):
+    options = dict(policy_model=models["0.5b"], kl_coef=0.1, reward_model=models["1.5b"])
+    run = planned("gspo/gspo_multigpu.py", **options)
+    first, second, third = run.gpus.values()
+    weights = 2 * shapes.of(models["0.5b"]).params
+    assert first.always["weights"] == second.always["weights"] == third.always["reference"] == weights
+    assert first.phases["step"]["gradients"] == second.phases["step"]["gradients"] == weights
+    assert first.always["AdamW"] == 6 * weights and "AdamW" not in second.always
+    assert third.always["copy to sample"] == weights and "gradients" not in str(third.phases)
+    assert third.always["reward model"] == 2 * shapes.of(models["1.5b"], "reward").params
+    assert first.groups + second.groups + third.groups >= 16
+
+
+def test_a_reference_that_ranks_share_a_gpu_for_is_there_once_for_each(models):
+    _, cfg = layouts.load(ROOT / "gspo/gspo_ddp.py", ["--policy_model", models["0.5b"], "--kl_coef", "0.1"])
+    roles = [{"policy": (rank,), "reference": (2,)} for rank in range(2)]
+    assert plan.of(cfg, roles, ranks=2).gpus[2].always["reference"] == 2 * 2 * shapes.of(models["0.5b"]).params
+
+
+def test_a_teacher_on_two_gpus_and_one_that_waits_in_cpu_memory(models):
+    _, cfg = layouts.load(ROOT / "gkd/gkd_multigpu.py", ["--student_model", models["0.5b"], "--teacher_model",
+                                                         models["1.5b"]])  # fmt: skip
+    teacher, student = (2 * shapes.of(models[name]).params for name in ("1.5b", "0.5b"))
+    roles = {"student": (0,), "rollout": (0,), "teacher": (1, 2)}
+    run = plan.of(cfg, roles)
+    assert sum(run.gpus[i].always["teacher"] for i in (1, 2)) == pytest.approx(teacher)
+    assert run.gpus[0].phases["loss"]["head of the teacher"] == 2 * 151936 * 1536
+    away = plan.of(dataclasses.replace(cfg, param_offload=True), roles | {"teacher": (0,)})
+    assert away.gpus[0].always["weights"] == 0 and away.gpus[0].always["teacher"] == 2 * 151936 * 1536
+    assert away.gpus[0].phases["teacher"]["teacher"] == teacher - 2 * 151936 * 1536
+    assert away.gpus[0].phases["rollout"]["weights"] == student and away.host > student
+
+
+def test_completions_wait_where_memory_is_short(models):
+    run = planned("gspo/gspo.py", policy_model=models["7b"], lora_rank=16, max_new_tokens=1024, batch_size=64,
+                  num_minibatches=64, gradient_checkpointing=True)  # fmt: skip
+    gpu = run.gpus[0]
+    assert gpu.at_once() == 64 and 1 <= gpu.at_once(30 * GIB) < 64
+    assert run.within(30 * GIB).peak(0) <= 30 * GIB < run.peak(0)
+    assert "of 64 prompts are sampled at once" in str(run.within(30 * GIB))
+    assert run.but(rollout_batch=33).gpus[0].at_once() == 4 and run.but(rollout_batch=1).gpus[0].at_once() == 1
+    # the frozen weights stay beside those with adapters where there is room, else in CPU memory
+    assert run.within(30 * GIB).pinned > run.within(140 * GIB).pinned == 0
+
+
+SCRIPT_OPTIONS = [{}, {"optimizer_offload": "always", "gradient_checkpointing": True}, {"lora_rank": 8, "load_bits": 8}]
+
+
+@pytest.mark.parametrize("script", layouts.scripts())
+def test_every_script_is_planned(models, script):
+    fits = []
+    for options in SCRIPT_OPTIONS:
+        names = dict(policy_model=models["1.5b"])
+        if script.startswith("gkd"):
+            names = dict(student_model=models["0.5b"], teacher_model=models["1.5b"])
+        run = planned(script, **names, **options)
+        assert str(run).count("\nGPU ") >= len(run.gpus)
+        fits.append(run.within(1000 * GIB).fits() and not run.within(GIB).fits())
+    assert all(fits)
+
+
+# ---- advice ----
+
+
+SHORT_OF_MEMORY = [
+    ("gspo/gspo.py", 1, "0.5b", 16), ("gspo/gspo.py", 1, "1.5b", 40), ("gspo/gspo.py", 1, "1.5b", 24),
+    ("gspo/gspo_ddp.py", 2, "7b", 24), ("gspo/gspo_ddp.py", 8, "7b", 80), ("gspo/gspo_multigpu.py", 1, "1.5b", 24),
+    ("gspo/gspo.py", 1, "7b", 10), ("grpo/poster/poster_grpo.py", 4, "7b-vl", 48),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "ranks", "model", "gib"), SHORT_OF_MEMORY)
+def test_advice_holds_and_asks_for_no_more_than_is_needed(models, script, ranks, model, gib):
+    run = planned(script, ranks, policy_model=models[model]).within(gib * GIB)
+    advice = run.advice()
+    assert not run.fits() and advice.changes and advice.plan.fits() and run.but(**advice.changes).fits()
+    for name, value in advice.changes.items():
+        assert f"--{name} {str(value).lower()}" in str(advice)
+        fewer = {key: other for key, other in advice.changes.items() if key != name}
+        try:
+            assert not run.but(**fewer).fits()
+        except ValueError as error:
+            assert name in str(error)  # the others are not possible without it
+
+
+def test_advice_begins_with_what_costs_least(models):
+    def first(gib, **options):
+        return planned("gspo/gspo_ddp.py", 2, **({"policy_model": models["1.5b"]} | options)).advice(gib * GIB).changes
+
+    assert first(80) == {}
+    assert list(first(36)) == ["micro_batch_tokens"]
+    assert first(36, micro_batch_tokens=640 * 2) == {}
+    assert "lora_rank" not in first(24) and "lora_rank" in first(8)
+    sharded = first(40, fsdp=True, policy_model=models["7b"])  # which adapters cannot be
+    assert sharded["lora_rank"] and sharded["fsdp"] is False
+    assert list(first(80, policy_model=models["7b"], gradient_checkpointing=True)) == ["optimizer_offload"]
+    assert "nothing helps: with --" in str(planned("gspo/gspo.py", policy_model=models["7b"]).advice(4 * GIB))
+    # known prompts are cut as others are
+    run = planned("gspo/gspo.py", policy_model=models["1.5b"], prompt_tokens=300)
+    assert run.but(max_prompt_tokens=200).longest == 200 and run.but(max_prompt_tokens=400).longest == 300
+
+
+def test_the_largest_micro_batch_and_the_most_completions(models):
+    run = planned("gspo/gspo.py", policy_model=models["0.5b"], kl_coef=0.1).within(24 * GIB)
+    tokens, completions = run.largest()
+    assert run.but(micro_batch_tokens=tokens).fits() and not run.but(micro_batch_tokens=2 * tokens).fits()
+    more = run.but(batch_size=completions // 8 + 8)
+    assert more.gpus[0].at_once(24 * GIB) * 8 == pytest.approx(completions, abs=16 * 8)
+    assert run.largest(4 * GIB)[0] == 0
+
+
+# ---- the call in the scripts ----
+
+
+def start(models, monkeypatch, gib, model="1.5b", script="gspo/gspo.py", **options):
+    """What a script does at its start on GPUs that are not there."""
+    argv = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    _, cfg = layouts.load(ROOT / script, ["--policy_model", models.get(model, model), *argv])
+    monkeypatch.setattr(devices, "free_bytes", lambda device: gib * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    gpu = torch.device("cuda", 0)
+    return plan.require_fit(cfg, devices.Layout((gpu,), gpu, gpu))
+
+
+def test_a_run_that_cannot_fit_is_refused_with_what_to_change(models, monkeypatch, capsys):
+    with pytest.raises(ValueError, match=r"about 2\d\.\d GiB: 22\.8 GiB can be used; it would fit with --micro"):
+        start(models, monkeypatch, 24)
+    assert "does not fit" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="nothing helps"):
+        start(models, monkeypatch, 1)
+    monkeypatch.setattr(plan.os, "sysconf", lambda name: 2**16)  # 4 GiB of CPU memory
+    with pytest.raises(ValueError, match=r"17\.3 GiB of CPU memory for all processes: this machine has 4\.0; it would"):
+        start(models, monkeypatch, 80, optimizer_offload="rollout")
+    assert start(models, monkeypatch, 24, force=True).capacity == {0: 24 * GIB}
+    assert "starting all the same" in capsys.readouterr().out
+
+
+def test_too_large_a_micro_batch_is_only_said(models, monkeypatch, capsys):
+    start(models, monkeypatch, 34)
+    assert "micro_batch_tokens = 8192 may be too many" in capsys.readouterr().out
+    start(models, monkeypatch, 80)
+    out = capsys.readouterr().out
+    assert "plan:" in out and "GPU 0" in out and "may be too many" not in out
+
+
+def test_the_layouts_of_scripts_become_roles(models, monkeypatch):
+    monkeypatch.setattr(devices, "free_bytes", lambda device: 500 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    gpus = [torch.device("cuda", i) for i in range(4)]
+    _, cfg = layouts.load(ROOT / "gspo/gspo_multigpu.py", ["--policy_model", models["0.5b"], "--kl_coef", "0.1"])
+    run = plan.require_fit(cfg, devices.Layout(tuple(gpus[:2]), gpus[2], gpus[3], tuple(gpus[:3])))
+    assert run.given["roles"] == {"policy": (0, 1), "rollout": (0, 1, 2), "reference": (2,)}
+    argv = ["--student_model", models["0.5b"], "--teacher_model", models["1.5b"]]
+    _, cfg = layouts.load(ROOT / "gkd/gkd_multigpu.py", argv)
+    run = plan.require_fit(cfg, devices.DistillationLayout((gpus[0],), (gpus[1],), tuple(gpus[2:])))
+    assert run.given["roles"] == {"student": (0,), "rollout": (1,), "teacher": (2, 3)}
+    assert run.gpus[1].always["copy to sample"] and not run.gpus[0].groups
+    _, cfg = layouts.load(ROOT / "gkd/gkd.py", argv)
+    assert plan.require_fit(cfg, [gpus[0]]).given["roles"] == dict.fromkeys(("student", "rollout", "teacher"), (0,))
+
+
+def test_on_the_cpu_a_line_at_most(models, capsys):
+    cpu = [torch.device("cpu")]
+    _, cfg = layouts.load(ROOT / "gspo/gspo.py", [])
+    plan.require_fit(cfg, cpu)
+    assert capsys.readouterr().out == ""
+    _, cfg = layouts.load(ROOT / "gspo/gspo.py", ["--policy_model", models["0.5b"]])
+    plan.require_fit(cfg, cpu)
+    assert capsys.readouterr().out == "plan: weights and optimizer take 5.52 GiB of CPU memory, in each process\n"
+
+
+def test_a_model_that_cannot_be_read_ends_nothing(models, monkeypatch, capsys, tmp_path):
+    said = start(models, monkeypatch, 24, model=str(tmp_path / "missing" / "model"))
+    assert said in capsys.readouterr().out and said.startswith("no plan of memory: ValueError: model")
+    (tmp_path / "config.json").write_text("{")
+    assert str(start(models, monkeypatch, 24, model=str(tmp_path))).startswith("no plan of memory: ")
+
+
+# ---- the command ----
+
+
+def test_one_command_tells_whether_a_model_fits(models, capsys):
+    argv = ["gspo/gspo_ddp.py", "--policy_model", models["7b"], "--gpu-gib", "24", "--ranks", "2"]
+    assert plan_memory.main([str(ROOT / argv[0]), *argv[1:]]) == 1
+    out = capsys.readouterr().out
+    assert "GPU 1" in out and "it does not fit; it would fit with --lora_rank 16" in out
+    assert "largest" not in out and "then micro_batch_tokens can be up to" in out
+    better = [str(ROOT / argv[0]), *argv[1:], *out.split("it would fit with ")[1].split(",")[0].split()]
+    assert plan_memory.main(better) == 0
+    assert "it fits; micro_batch_tokens can be up to" in capsys.readouterr().out
+    # a limit is a smaller card
+    assert plan_memory.main([*better, "--memory_limit", "12"]) == 1
+
+
+def test_sizes_of_cards_are_those_of_the_layout(models, capsys, monkeypatch):
+    script = [str(ROOT / "gspo/gspo_multigpu.py"), "--policy_model", models["0.5b"]]
+    assert plan_memory.main(["--gpu-gib", "24", *script, "--gpu-gib=24", "--gpu_gib", "1"]) == 1
+    assert capsys.readouterr().out.count("does not fit") == 2  # GPU 2 and the verdict
+    for wrong in (["--gpu-gib", "24", "--gpu-gib", "24"], ["--gpu-gib", "0"], ["--ranks", "2"]):
+        with pytest.raises(SystemExit) as stopped:
+            plan_memory.main([*script, *wrong])
+        assert stopped.value.code == 2
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert plan_memory.main(script) == 2 and "--gpu-gib 24 asks" in capsys.readouterr().out
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit):
+        plan_memory.main(script)
+    assert "2 are visible" in capsys.readouterr().err
+    assert plan_memory.main([*script, "--device", "cpu"]) == 0

@@ -7,7 +7,7 @@ import json
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,9 @@ class Log:
             gpus: the devices whose memory is reported.
         """
         self.out_dir, self.gpus, self.is_main = Path(out_dir), gpus, distributed.rank() == 0
-        self._sums: dict[str, Any] = {}
-        self._weights: dict[str, Any] = {}
+        # by name and device: what lies on different GPUs is added up on the host, so that no GPU waits for another
+        self._sums: dict[tuple[str, torch.device | None], Any] = {}
+        self._weights: dict[tuple[str, torch.device | None], Any] = {}
         self._max: dict[str, Any] = {}
         self._warned: set[str] = set()
         if not self.is_main:
@@ -62,8 +63,22 @@ class Log:
             if name.endswith("_max"):
                 self._max.setdefault(name, []).append(value)
             else:
-                self._sums[name] = self._sums.get(name, 0.0) + value * weight
-                self._weights[name] = self._weights.get(name, 0.0) + weight
+                key = name, value.device if isinstance(value, torch.Tensor) else None
+                self._sums[key] = self._sums.get(key, 0.0) + value * weight
+                self._weights[key] = self._weights.get(key, 0.0) + weight
+
+    def mark(self) -> tuple[dict, dict, dict]:
+        """What was added in this step so far, for `back`."""
+        return dict(self._sums), dict(self._weights), {name: list(seen) for name, seen in self._max.items()}
+
+    def back(self, mark: tuple[dict, dict, dict]) -> None:
+        """Forgets what was added since, because it will be computed again.
+
+        Args:
+            mark: from `mark`, of the same step; good for more than one return.
+        """
+        self._sums, self._weights = dict(mark[0]), dict(mark[1])
+        self._max = {name: list(seen) for name, seen in mark[2].items()}
 
     def add_batch(self, batch: RolloutBatch) -> None:
         """Adds the lengths of a batch; a collective.
@@ -114,11 +129,11 @@ class Log:
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
         """Adds the duration of the block to `seconds_<phase>`; several blocks of a step add up."""
-        began, name = time.perf_counter(), f"seconds_{phase}"
+        began, key = time.perf_counter(), (f"seconds_{phase}", None)
         yield
         devices.synchronize(self.gpus)
-        self._sums[name] = self._sums.get(name, 0.0) + time.perf_counter() - began
-        self._weights[name] = 1.0
+        self._sums[key] = self._sums.get(key, 0.0) + time.perf_counter() - began
+        self._weights[key] = 1.0
 
     @contextmanager
     def time_save(self, step: int) -> Iterator[None]:
@@ -148,8 +163,8 @@ class Log:
         counted = [*self._sums.values(), *self._weights.values(), *(x for seen in self._max.values() for x in seen)]
         numbers = iter(_to_host(counted))
         own = {
-            "sums": {name: next(numbers) for name in self._sums},
-            "weights": {name: next(numbers) for name in self._weights},
+            "sums": _by_name(self._sums, numbers),
+            "weights": _by_name(self._weights, numbers),
             "max": {name: max(next(numbers) for _ in seen) for name, seen in self._max.items()},
             "memory": devices.peak_memory_gib(self.gpus),
             "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
@@ -248,11 +263,20 @@ class Log:
 
 def _to_host(values: list[float | torch.Tensor]) -> list[float]:
     """All numbers of a step at once: each transfer by itself would wait for the GPU."""
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if not tensors:
-        return [float(value) for value in values]
-    numbers = iter(torch.stack([tensor.detach().double() for tensor in tensors]).tolist())
-    return [next(numbers) if isinstance(value, torch.Tensor) else float(value) for value in values]
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            by_device.setdefault(value.device, []).append(value.detach().double())
+    numbers = {device: iter(torch.stack(tensors).tolist()) for device, tensors in by_device.items()}
+    return [next(numbers[value.device]) if isinstance(value, torch.Tensor) else float(value) for value in values]
+
+
+def _by_name(keys: Iterable[tuple[str, Any]], numbers: Iterator[float]) -> dict[str, float]:
+    """The next numbers, one for each (name, device), summed over devices."""
+    sums: dict[str, float] = {}
+    for name, _ in keys:
+        sums[name] = sums.get(name, 0.0) + next(numbers)
+    return sums
 
 
 def keep_lines(path: Path, last_step: int) -> None:

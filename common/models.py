@@ -3,7 +3,7 @@
 import copy
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,14 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging
 
 from common import images, logprobs
+from common import lora as adapters
+from common.config import require
 from common.distributed import print_main
 
 logging.disable_progress_bar()  # bars of loading and saving would tear the one of the training
+ADAPTER_RATE = 1e-3  # the highest learning rate that nothing is said about when adapters are trained
 SMALL = 5_000_000  # parameters; below, a second thread gains little, and on busy cores threads wait for one another
+BUILT_IN = ("toy", "toy-teacher")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -41,7 +45,7 @@ def find(name: str) -> str:
     Raises:
         ValueError: it looks like a path, and nothing is there.
     """
-    if name in ("toy", "toy-teacher"):
+    if name in BUILT_IN:
         from common import toy
 
         return str(toy.folder(name))
@@ -70,25 +74,50 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def load_policy(
-    name: str, device: torch.device, dtype: str, gradient_checkpointing: bool = False
-) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    name: str,
+    device: torch.device,
+    dtype: str,
+    gradient_checkpointing: bool = False,
+    lora: adapters.Options | None = None,
+) -> tuple[PreTrainedTokenizerBase, nn.Module]:
     """Loads the model to be trained, dropout off, and its tokenizer, with padding repaired.
+
+    Of a folder of saved adapters, such as a checkpoint, the adapters are trained further, and the reference is their
+    model without them; if `lora` is None, they are merged, and all weights are trained.
 
     Args:
         name: see `find`.
         device: where the weights go.
         dtype: see `pick_dtype`.
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
+        lora: train adapters like these; None: all weights.
 
     Returns:
-        The tokenizer (padding on the left, pad token not the end token) and the model in train mode.
+        The tokenizer (padding on the left, pad token not the end token) and the model in train mode; with `lora` a
+        PeftModel.
 
     Raises:
-        ValueError: the model cannot be found, or is of a kind the log-probabilities would be wrong for.
+        ValueError: the model cannot be found, is of a kind the log-probabilities would be wrong for, or does not fit
+            what `lora` asks for.
     """
-    tokenizer = load_tokenizer(name)
-    model = _load(name, device, dtype)
+    tokenizer, source = load_tokenizer(name), find(name)
+    saved = adapters.base_of(source) if lora else None
+    base = saved or name
+    model = _load(base, device, dtype, lora.bits if lora else 0)
+    rows = model.get_input_embeddings().num_embeddings
     repair_padding(tokenizer, model)
+    if lora:
+        require(
+            model.get_input_embeddings().num_embeddings == rows,
+            f"{name}: its vocabulary has no token to pad with",
+            "with LoRA its embedding cannot grow",
+            "save the model with a pad token added, and give that folder",
+        )
+        model = adapters.resume(model, source, lora) if saved else adapters.add(model, lora)
+        # a folder by its whole path: a run may be resumed from elsewhere
+        folder = Path(base).expanduser()
+        where = str(folder.resolve()) if folder.is_dir() and base not in BUILT_IN else base
+        model.peft_config["default"].base_model_name_or_path = where
     if gradient_checkpointing:
         # renamed in transformers 5.24; the old name goes in 6
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -145,12 +174,15 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Loads a tokenizer that pads on the left.
 
     Args:
-        name: see `find`.
+        name: see `find`; for adapters without a tokenizer it is that of their model.
 
     Raises:
         ValueError: there is none.
     """
     source = find(name)
+    base = adapters.base_of(source)
+    if base and Path(source).is_dir() and not (Path(source) / "tokenizer_config.json").is_file():
+        return load_tokenizer(base)
     try:
         declared = get_tokenizer_config(source).get("tokenizer_class")
         # AutoTokenizer would take the usual class of the model type, and lose a tokenizer of one's own
@@ -211,26 +243,55 @@ def repair_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -
     model.config.get_text_config().pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
 
 
-def replicate(model: PreTrainedModel, devices: tuple[torch.device, ...]) -> list[PreTrainedModel]:
-    """The model itself on the first device and a frozen copy on each of the others, to roll out on all of them.
+def replicate(model: PreTrainedModel, devices: Sequence[torch.device], trained: int = 1) -> list[PreTrainedModel]:
+    """The model itself on the first device and a copy on each of the others, to sample and to train on all of them.
 
     Args:
         model: the policy, on devices[0].
         devices: one per replica.
+        trained: replicas that gather gradients, the first ones; the others are frozen.
 
     Returns:
         One model per device; `refresh` copies the weights again after an update.
     """
-    return [model, *(copy.deepcopy(model).requires_grad_(False).to(device) for device in devices[1:])]
+    replicas = [model]
+    for number, device in enumerate(devices[1:], 1):
+        moved: dict[int, Any] = {}  # straight to their device, by identity: beside the model there may be no room
+        for p in model.parameters():
+            if type(p) is nn.Parameter:
+                copied = p.detach().to(device, copy=True)
+                moved[id(p)] = nn.Parameter(copied, requires_grad=p.requires_grad and number < trained)
+            else:  # of a quantized layer, which is never trained
+                moved[id(p)] = copy.deepcopy(p).to(device)
+        moved |= {id(buffer): buffer.to(device, copy=True) for buffer in model.buffers()}
+        replicas.append(copy.deepcopy(model, moved))
+    if len(devices) > 1 and devices[0].type == "cuda":
+        import torch._dynamo
+
+        # layers are compiled once per device, and above the limit (8, for one) they would run uncompiled
+        torch._dynamo.config.recompile_limit = max(8 * len(devices), torch._dynamo.config.recompile_limit)
+    return replicas
 
 
 @torch.no_grad()
-def refresh(replicas: list[PreTrainedModel]) -> None:
-    """Copies the weights of the first replica to the others."""
+def refresh(replicas: Sequence[PreTrainedModel]) -> None:
+    """Copies the weights of the first replica, those that are trained, to the others; no host waits."""
     source = list(replicas[0].parameters())
     for replica in replicas[1:]:
         for target, weight in zip(replica.parameters(), source, strict=True):
-            target.copy_(weight, non_blocking=True)
+            if weight.requires_grad:
+                target.copy_(weight, non_blocking=True)
+
+
+@torch.no_grad()
+def sum_gradients(replicas: Sequence[PreTrainedModel]) -> None:
+    """Adds the gradients of all replicas up on the first, and clears those of the others; no host waits."""
+    for first, *others in zip(*(replica.parameters() for replica in replicas), strict=True):
+        for other in others:
+            if other.grad is not None:  # as where there were fewer sequences than replicas
+                arrived = other.grad.to(first.device, non_blocking=True)
+                first.grad = arrived if first.grad is None else first.grad.add_(arrived)
+                other.grad = None
 
 
 @contextmanager
@@ -248,39 +309,6 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-@contextmanager
-def merged_adapters(model: nn.Module) -> Iterator[None]:
-    """Adds LoRA adapters to the weights they belong to, and afterwards puts those weights back bit for bit.
-
-    Unmerging would subtract what was added, and in bf16 a good part of the weights would not come back.
-
-    Args:
-        model: wrapped by peft, or not: then nothing happens.
-    """
-    if not hasattr(model, "peft_config"):
-        yield
-        return
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer) and not m.merged and not m.disable_adapters]
-    weights = [p for layer in layers for p in layer.get_base_layer().parameters(recurse=False)]
-    places, before = [p.data for p in weights], [p.detach().clone() for p in weights]
-    try:
-        for layer in layers:
-            layer.merge()
-        for weight, place in zip(weights, places, strict=True):
-            if weight.data_ptr() != place.data_ptr():  # some kinds of adapter make a new tensor
-                place.copy_(weight.data)
-                weight.data = place
-        yield
-    finally:
-        with torch.no_grad():
-            for weight, place, value in zip(weights, places, before, strict=True):
-                weight.data = place.copy_(value)
-        for layer in layers:
-            layer.merged_adapters.clear()
-
-
 def warn_learning_rate(
     learning_rate: float, model: nn.Module, most: float = 2e-5, usual: str = "by RL: 5e-6 (up to 0.5 B) to 1e-6 (7 B)"
 ) -> None:
@@ -288,33 +316,44 @@ def warn_learning_rate(
 
     Args:
         learning_rate: as configured.
-        model: the policy.
-        most: what is still possible.
-        usual: what is usual, for the message.
+        model: the policy; with adapters, ADAPTER_RATE is possible.
+        most: what is still possible for all weights.
+        usual: what is usual for them, for the message.
     """
-    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    millions, kind = sum(p.numel() for p in model.parameters()) / 1e6, "full fine-tuning"
+    if hasattr(model, "peft_config"):
+        most, kind, usual = ADAPTER_RATE, "adapters", "about ten times that of full fine-tuning"
     if millions > 50 and learning_rate > most:
         print_main(
-            f"warning: learning_rate = {learning_rate:g} for a policy of {millions:.0f} M parameters; usual for full "
-            f"fine-tuning {usual}"
+            f"warning: learning_rate = {learning_rate:g} for a policy of {millions:.0f} M parameters; usual for {kind} "
+            f"{usual}"
         )
 
 
-def _load(name: str, device: torch.device, dtype: str) -> PreTrainedModel:
-    model = _read(name, pick_dtype(dtype, device)).to(device)
+def _load(name: str, device: torch.device, dtype: str, bits: int = 0) -> PreTrainedModel:
+    kind = pick_dtype(dtype, device)
+    model = _read(name, kind, bits=bits, device_map={"": device}) if bits else _read(name, kind).to(device)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and model.num_parameters() < SMALL:
         torch.set_num_threads(1)
     logprobs.check_head(model)
     return model
 
 
-def _read(name: str, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    """The model, dropout off; in CPU memory, or where the options of from_pretrained say."""
+def _read(name: str, dtype: torch.dtype, bits: int = 0, **options: Any) -> PreTrainedModel:
+    """The model, dropout off, adapters merged; in CPU memory, or where the options of from_pretrained say."""
     source = find(name)
+    base = adapters.base_of(source)
+    if base:
+        return adapters.merge(adapters.wrap_saved(_read(base, dtype, bits, **options), source))
+    if bits:
+        options["quantization_config"] = adapters.quantization(bits, dtype)
     # rotary positions are an fp32 product, of which TF32 would keep 11 bits: positions above 2,048 would be rounded
     torch.set_float32_matmul_precision("highest")
     try:
-        kind = AutoModelForImageTextToText if images.is_vlm(source) else AutoModelForCausalLM
+        is_vlm = images.is_vlm(source)
+        if bits and is_vlm:
+            options["quantization_config"].llm_int8_skip_modules = ["visual", "lm_head"]
+        kind = AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM
         model = kind.from_pretrained(source, dtype=dtype, trust_remote_code=False, **options)
     except (OSError, ValueError) as error:
         raise ValueError(f"{_not_found(name)} ({error})") from error

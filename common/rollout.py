@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common import attention, fallback, sampling
+from common import attention, fallback, memory, sampling
 from common.distributed import print_main
 from common.engine import Engine
 from common.images import Images, is_vlm
@@ -54,6 +54,7 @@ class RolloutBatch:
         teacher_tail_logp: [B, C] fp32, log of the mass of all other tokens.
         teacher_token_logps: [B, C] fp32, of the completion's tokens, under the teacher.
         images: of the prompts, if the policy was given any.
+        replica: number of the policy replica that trains on a micro-batch, where there are several.
     """
 
     prompt_ids: torch.Tensor
@@ -76,14 +77,18 @@ class RolloutBatch:
     teacher_tail_logp: torch.Tensor | None = None
     teacher_token_logps: torch.Tensor | None = None
     images: Images | None = None
+    replica: int | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
 
     @property
     def tokens(self) -> tuple[torch.Tensor | Images, ...]:
-        """The arguments of `LogProbs`; dropped rows are computed too, so that dropping changes no rounding."""
-        tokens = self.prompt_ids, self.prompt_mask, self.completion_ids, self.sampled_mask
+        """The arguments of `LogProbs`; dropped rows are computed too, so that dropping changes no rounding.
+
+        Lengths stand in place of masks: they are known on the host, which then need not wait for the GPU.
+        """
+        tokens = self.prompt_ids, self.prompt_lengths, self.completion_ids, self.lengths
         return tokens if self.images is None else (*tokens, self.images)
 
     @property
@@ -91,6 +96,16 @@ class RolloutBatch:
         """What a teacher said of every completion token, as `distillation.Divergences` takes it."""
         top_k = self.teacher_ids, self.teacher_logps, self.teacher_tail_logp, self.teacher_token_logps
         return top_k if self.teacher_states is None else (self.teacher_states,)
+
+    @property
+    def device(self) -> torch.device:
+        """Where all but what the host needs to know lies."""
+        return self.prompt_ids.device
+
+    @property
+    def size(self) -> int:
+        """Prompt and completion tokens of all rows."""
+        return int((self.prompt_lengths + self.lengths).sum())
 
     @property
     def num_trained(self) -> int:
@@ -117,7 +132,7 @@ class RolloutBatch:
         Args:
             device: of the model that is trained.
         """
-        on_host = ("prompt_lengths", "lengths", "truncated", "trained", "rows")
+        on_host = ("prompt_lengths", "lengths", "truncated", "trained", "rows", "replica")
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return RolloutBatch(**{k: v if v is None or k in on_host else v.to(device) for k, v in fields.items()})
 
@@ -129,7 +144,7 @@ class RolloutBatch:
         """
         there = rows.to(self.prompt_ids.device)
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        images = fields.pop("images")
+        images, replica = fields.pop("images"), fields.pop("replica")
         part = {k: v if v is None else v[rows if v.device.type == "cpu" else there] for k, v in fields.items()}
         Q, C = int(part["prompt_lengths"].max()), int(part["lengths"].max())
         for name in PROMPT:
@@ -137,7 +152,14 @@ class RolloutBatch:
         for name, value in part.items():
             if value is not None and value.dim() >= 2 and name not in PROMPT:
                 part[name] = value[:, :C]
-        return RolloutBatch(**part, images=None if images is None else images.select(rows))
+        return RolloutBatch(**part, images=None if images is None else images.select(rows), replica=replica)
+
+    def halves(self) -> tuple["RolloutBatch", "RolloutBatch"]:
+        """Two batches of the first and the last rows, of about as many tokens; of two rows at least."""
+        ends = (self.prompt_lengths + self.lengths).cumsum(0)
+        first = 1 + int((2 * ends[:-1] - ends[-1]).abs().argmin())
+        one, other = torch.arange(len(self)).split([first, len(self) - first])
+        return self.select(one), self.select(other)
 
     def put(self, rows: torch.Tensor, other: "RolloutBatch") -> "RolloutBatch":
         """The batch with some rows replaced by those of another, as both come from the sampler.
@@ -149,7 +171,7 @@ class RolloutBatch:
         fields = {}
         for name in (f.name for f in dataclasses.fields(self)):
             own, new = getattr(self, name), getattr(other, name)
-            if name == "rows" or own is None:
+            if name in ("rows", "replica") or own is None:
                 fields[name] = own
                 continue
             if name == "images":
@@ -162,7 +184,12 @@ class RolloutBatch:
         return RolloutBatch(**fields).select(torch.arange(len(self)))
 
     def minibatches(
-        self, num_minibatches: int, micro_batch_tokens: int, packed: bool, in_turn: bool = True
+        self,
+        num_minibatches: int,
+        micro_batch_tokens: int,
+        packed: bool,
+        in_turn: bool = True,
+        devices: Sequence[torch.device] = (),
     ) -> list[list["RolloutBatch"]]:
         """Cuts the batch into minibatches, one optimizer step each, and those into micro-batches that fit in memory.
 
@@ -176,25 +203,27 @@ class RolloutBatch:
             packed: padding is not computed, so it does not count.
             in_turn: as said above; False: minibatch k holds the k-th part of the sequences, and so of the prompts: the
                 same in one process and many, also where groups are no multiple of num_minibatches.
+            devices: of policy replicas, to which the sequences of every minibatch are dealt so that each has about as
+                many tokens; micro-batches then lie on the device of their `replica`. None given: they stay.
 
         Returns:
-            Per minibatch, its micro-batches.
+            Per minibatch, its micro-batches, those of the replicas in turn.
         """
         lengths = self.prompt_lengths + self.lengths
         cut = []
         blocks = torch.arange(len(self)).tensor_split(num_minibatches)
         for k in range(num_minibatches):
             rows = torch.arange(k, len(self), num_minibatches) if in_turn else blocks[k]
-            parts: list[list[int]] = []
-            size = micro_batch_tokens
-            for row in rows[lengths[rows].argsort(stable=True, descending=True)].tolist():
-                # sorted: the first row of a part is its longest
-                size += int(lengths[row]) if packed or not parts else int(lengths[parts[-1][0]])
-                if size > micro_batch_tokens:
-                    parts.append([])
-                    size = int(lengths[row])
-                parts[-1].append(row)
-            cut.append([self.select(torch.tensor(part)) for part in parts])
+            rows = rows[lengths[rows].argsort(stable=True, descending=True)]
+            shares = [rows[share].tolist() for share in deal(lengths[rows].tolist(), max(1, len(devices)))]
+            parts = [_parts(share, lengths.tolist(), micro_batch_tokens, packed) for share in shares]
+            cut.append([])
+            for number, part in in_rounds(parts):
+                micro = self.select(torch.tensor(part))
+                if devices:
+                    micro = micro.to(devices[number])
+                    micro.replica = number
+                cut[-1].append(micro)
         return cut
 
     def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -233,8 +262,8 @@ class Sampler:
         """Chooses how each replica decodes, and says so once.
 
         Args:
-            replicas: models with equal weights; with several, the prompts are split between them, and their GPUs work
-                at the same time.
+            replicas: models with equal weights; with several, the prompts are dealt to them, and their GPUs work at the
+                same time.
             end_ids: every token that ends a completion.
             pad_id: what stands after the end.
             max_new_tokens: tokens after which a completion is cut off.
@@ -248,7 +277,7 @@ class Sampler:
             compile: let torch.compile merge the small operations of a step, on a GPU.
         """
         self.replicas, self.end_ids, self.pad_id = replicas, tuple(end_ids), pad_id
-        self.suppressed_ids, self.rollout_batch = tuple(suppressed_ids), rollout_batch
+        self.suppressed_ids, self.rollout_batch = tuple(suppressed_ids), rollout_batch  # lowered if memory runs out
         self.max_new_tokens = max_new_tokens
         self.how = Sampling(1.0, top_p, top_k, min_p, min_new_tokens)
         self.engines: list[Engine | None] = []
@@ -290,6 +319,8 @@ class Sampler:
 
         Raises:
             FloatingPointError: the policy gave something that is not finite.
+            HopelessError: memory does not suffice for one group at a time; as long as more than one do not fit, fewer
+                are decoded at once, which gives the same completions.
             ValueError: the images are not those of the prompts.
         """
         if images is not None:
@@ -303,28 +334,65 @@ class Sampler:
         how = dataclasses.replace(self.how, temperature=temperature)
         prompt_numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
         uniforms_BC = sampling.uniforms(seed, step, prompt_numbers, group_size, self.max_new_tokens)
-        shares = [share.tolist() for share in torch.arange(len(prompts)).tensor_split(len(self.replicas)) if len(share)]
-        decoders = []
+        # completions are not known yet: counted as if all were long
+        costs = [len(ids) + group_size * self.max_new_tokens for ids in prompts]
+        shares = [share for share in deal(costs, len(self.replicas)) if share]  # with few prompts, not one per replica
         longest = max(map(len, prompts)) + self.max_new_tokens
         if all(self.engines) and longest > self.window and not self.said_window:
             self.said_window = True
             reason = f"sequences of up to {longest} tokens are longer than its sliding windows of {self.window}"
             print_main(f"rollout: now over the cache of transformers, because {reason}", file=sys.stderr)
-        for i, share in enumerate(shares):  # fewer shares than replicas when prompts are few
-            own = [prompts[k] for k in share]
-            work = own, group_size, uniforms_BC[share[0] * group_size : (share[-1] + 1) * group_size], how
-            own_images = None if images is None else images.select(torch.tensor(share))
-            if self.engines[i] and longest <= self.window:
-                decoders.append(self.engines[i].decode(*work, self.rollout_batch, own_images))
-            else:
-                ids = self.end_ids, self.suppressed_ids
-                decoders.append(fallback.decode(self.replicas[i], *work, *ids, self.rollout_batch, own_images))
-        parts = _in_turn(decoders)
+        for engine in filter(None, self.engines):
+            engine.rows = 0
+        work = longest <= self.window, prompts, group_size, uniforms_BC, how, images
+        parts = None
+        while parts is None:
+            with memory.noticed() as failure:
+                parts = _in_turn([self._decoder(i, share, *work) for i, share in enumerate(shares)])
+            if failure:
+                self._shrink(group_size, max(map(len, shares)) * group_size, failure[0])
         home = self.replicas[0].device
-        tokens_BC, logps_BC = (torch.cat([part[k].to(home) for part in parts]) for k in range(2))
+        back = torch.tensor([k for share in shares for k in share]).argsort().to(home)  # to the order of the prompts
+        tokens_BC, logps_BC = (
+            torch.cat([part[k].to(home) for part in parts]).unflatten(0, (-1, group_size))[back].flatten(0, 1)
+            for k in range(2)
+        )
         batch = assemble(prompts, group_size, tokens_BC, logps_BC, self.pad_id, self.end_ids)
         batch.images = None if images is None else images.repeat(group_size)
         return batch
+
+    def _decoder(
+        self,
+        replica: int,
+        share: list[int],
+        by_engine: bool,
+        prompts: Sequence[list[int]],
+        group_size: int,
+        uniforms_BC: torch.Tensor,
+        how: Sampling,
+        images: Images | None,
+    ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
+        """What decodes the completions of a replica's share of the prompts."""
+        uniforms_bC = uniforms_BC.unflatten(0, (-1, group_size))[share].flatten(0, 1)
+        images = None if images is None else images.select(torch.tensor(share))
+        work = [prompts[k] for k in share], group_size, uniforms_bC, how
+        if by_engine and self.engines[replica]:
+            return self.engines[replica].decode(*work, self.rollout_batch, images)
+        ids = self.end_ids, self.suppressed_ids
+        return fallback.decode(self.replicas[replica], *work, *ids, self.rollout_batch, images)
+
+    def _shrink(self, group_size: int, rows: int, failure: str) -> None:
+        """After a failure: half as many completions at once, out of `rows`, or fewer if fewer were tried."""
+        self.release()
+        memory.free()
+        planned = max((engine.rows for engine in filter(None, self.engines)), default=0)  # by memory, at most
+        rows = min(rows, self.rollout_batch or rows, planned or rows)
+        if rows <= group_size:
+            raise memory.HopelessError(f"not even the {group_size} completions of one prompt can be sampled at once "
+                                       f"({failure})", f"lower group_size; or {memory.REMEDIES}")  # fmt: skip
+        self.rollout_batch = max(group_size, rows // 2)
+        memory.say(f"out of memory while {rows} completions were sampled at once: now {self.rollout_batch}; set "
+                   f"rollout_batch to {self.rollout_batch} to begin with that")  # fmt: skip
 
     def release(self) -> None:
         """Frees the caches of all replicas until the next rollout, which then takes longer to begin."""
@@ -371,6 +439,53 @@ def assemble(
         trained=torch.ones(len(lengths), dtype=torch.bool),
         rows=torch.arange(len(lengths)),
     )
+
+
+def deal(costs: Sequence[int], num_shares: int) -> list[list[int]]:
+    """Deals work out so that shares cost about the same: the dearest piece first, to the cheapest share so far.
+
+    Args:
+        costs: of each piece.
+        num_shares: how many there are; with fewer pieces, the last ones get none.
+
+    Returns:
+        Numbers of the pieces of each share, ascending.
+
+    Source: R. Graham 1969, "Bounds on multiprocessing timing anomalies": at most 4/3 of the best possible.
+    """
+    shares: list[list[int]] = [[] for _ in range(num_shares)]
+    totals = [0] * num_shares
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        share = totals.index(min(totals))
+        shares[share].append(i)
+        totals[share] += costs[i]
+    return [sorted(share) for share in shares]
+
+
+def in_rounds(queues: Sequence[Sequence[Any]]) -> list[tuple[int, Any]]:
+    """The first of each queue, then the second of each, and so on, so that all GPUs have work from the beginning.
+
+    Args:
+        queues: of different lengths.
+
+    Returns:
+        Number of the queue, and what stood there.
+    """
+    longest = max(map(len, queues))
+    return [(number, queue[k]) for k in range(longest) for number, queue in enumerate(queues) if k < len(queue)]
+
+
+def _parts(rows: list[int], lengths: list[int], micro_batch_tokens: int, packed: bool) -> list[list[int]]:
+    """Rows, the longest first, cut into micro-batches."""
+    parts: list[list[int]] = []
+    size = micro_batch_tokens
+    for row in rows:
+        size += lengths[row] if packed or not parts else lengths[parts[-1][0]]  # its first row is its longest
+        if size > micro_batch_tokens:
+            parts.append([])
+            size = lengths[row]
+        parts[-1].append(row)
+    return parts
 
 
 def _in_turn(decoders: list[Generator[None, None, Any]]) -> list[Any]:

@@ -15,8 +15,9 @@ import torch
 from transformers import set_seed
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import background, checkpoint, config, data, devices, distillation, distributed, logprobs, losses, metrics
-from common import models, offload, offpolicy, optim, profiling, rewards, rollout, teacher_client, teachers
+from common import background, checkpoint, config, data, devices, distillation, distributed, logprobs, lora, losses
+from common import memory, metrics, models, offload, offpolicy, optim, plan, profiling, rewards, rollout
+from common import teacher_client, teachers
 from common.config import require
 
 STUDENT_GPU_IDS = (0,)  # the student's GPU; the weights that are trained are the ones sampled from
@@ -71,10 +72,16 @@ class Config:
     aggregation: str = "token_mean"  # over all tokens of a minibatch; or "seq_mean": over each completion first
 
     param_offload: bool = False  # the idle model waits in CPU memory: the teacher, or the student in the teacher's turn
-    optimizer_offload: bool = False  # AdamW's state waits in CPU memory while completions are sampled and judged
     device: str = "auto"  # "cuda": the GPUs above; "cpu"; "auto": the GPUs above if there are any, else the CPU
     dtype: str = "auto"  # "bf16" and "fp16" with fp32 master weights, "fp32"; "auto": bf16 on GPUs, fp32 on the CPU
+    lora_rank: int = 0  # train adapters of this rank and leave the weights alone (LoRA); 0: train all weights
+    lora_alpha: float = 32.0  # what adapters add is multiplied by lora_alpha / lora_rank
+    lora_targets: str = "all-linear"  # layers that get one: "all-linear" (all but the head), or names, "q_proj,v_proj"
+    load_bits: int = 0  # with LoRA: hold the weights in 8 or 4 bits (bitsandbytes); 0: as dtype says
     gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time in the update
+    optimizer_offload: str = "none"  # AdamW's state in CPU memory: "rollout", while completions are sampled; "always"
+    memory_limit: float = 0.0  # GiB of each GPU that this run may take; 0: all that is free
+    force: bool = False  # start although the plan says that memory will not suffice
     compile: bool = True  # torch.compile on GPUs: faster steps, some seconds in the first
     seed: int = 0  # of data order, sampling and the mix
 
@@ -140,7 +147,7 @@ def gkd_loss(student, micro, cfg, num_sequences, num_tokens):
     else:  # Eq. 1, over the vocabulary
         weights_mC = losses.weights(mask_mC, cfg.aggregation, denominator)
         loss, values_mCR = student(*micro.tokens, weights_mC, *micro.said)
-        loss, names = loss.sum(), distillation.VALUES  # of the GPUs, under DataParallel
+        loss, names = loss.squeeze(0), distillation.VALUES
     count = mask_mC.sum().clamp(min=1)
     means = (values_mCR * mask_mC[..., None]).sum((0, 1)) / count
     stats = dict(zip(names, means, strict=True))
@@ -212,18 +219,19 @@ def judge(student, batch, teacher, cfg):
     """Micro-batches of a batch, each with what `gkd_loss` reports of it."""
     (micros,) = batch.minibatches(1, cfg.micro_batch_tokens, student.packed)
     teacher.fill(micros, cfg.micro_batch_tokens)
-    for micro in micros:
-        yield micro, gkd_loss(student, micro, cfg, 1, 1)[1]
+    yield from memory.each(micros, lambda micro: gkd_loss(student, micro, cfg, 1, 1)[1])
 
 
 def main(cfg: Config) -> None:
     """Trains the student; every step is rollout, teacher, update, report and save."""
     gpus = devices.distillation_layout(STUDENT_GPU_IDS, None, () if cfg.teacher_url else TEACHER_GPU_IDS, cfg.device)
     home = gpus.student[0]
+    devices.limit_memory(gpus.all, cfg.memory_limit)
+    planned = plan.require_fit(cfg, gpus)
     resumed = checkpoint.find(cfg.out_dir, cfg.resume)
     set_seed(cfg.seed)
     source = str(resumed or cfg.student_model)
-    tokenizer, model = models.load_policy(source, home, cfg.dtype, cfg.gradient_checkpointing)
+    tokenizer, model = models.load_policy(source, home, cfg.dtype, cfg.gradient_checkpointing, lora.options(cfg))
     models.warn_learning_rate(cfg.learning_rate, model, 2e-4, "by distillation: 5e-5 (up to 0.5 B) to 1e-5 (7 B)")
     num_ids = model.get_output_embeddings().weight.shape[0]
     with checkpoint.save_on_outage(), distributed.together("load the teacher"):
@@ -234,7 +242,7 @@ def main(cfg: Config) -> None:
     else:
         beta = BETA.get(cfg.loss, cfg.beta)
         student = distillation.Divergences(model, cfg.loss_temperature, cfg.compile, beta, shared, teacher.head)
-    optimizer = optim.AdamW(model, cfg.learning_rate, weight_decay=cfg.weight_decay)
+    optimizer = optim.AdamW(model, cfg.learning_rate, weight_decay=cfg.weight_decay, offload=cfg.optimizer_offload)
     reading = dict(max_prompt_tokens=cfg.max_prompt_tokens, apply_chat_template=cfg.apply_chat_template,
                    system_prompt=cfg.system_prompt)  # fmt: skip
     train_examples = data.load_examples(
@@ -259,6 +267,7 @@ def main(cfg: Config) -> None:
         recipe = offpolicy.recipe(teacher, train_examples, cfg.seed, cfg.seq_kd_temperature, cfg.max_new_tokens)
         teacher_answers = offpolicy.TeacherAnswers(cfg.seq_kd_cache or cfg.out_dir, teacher, recipe)
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
+    budget = memory.Budget(cfg.micro_batch_tokens, str(planned), release=sampler.release)
     student_memory = offload.Offload(model)
     if cfg.param_offload:
         teacher.offload()
@@ -280,7 +289,7 @@ def main(cfg: Config) -> None:
             examples_P = prompts.next()
             prompts_P = [e.prompt_ids for e in examples_P]
             on_policy = offpolicy.draw(cfg.seed, step, offpolicy.share(step, cfg.lmbda, cfg.lmbda_ramp))
-            if cfg.optimizer_offload:
+            if cfg.optimizer_offload == "rollout":
                 with log.time("offload"):
                     log.add(offloaded_gib_optimizer=optimizer.offload())
             with log.time("rollout"):
@@ -297,18 +306,18 @@ def main(cfg: Config) -> None:
             # 2. teacher: what it says of every completion token; meanwhile rewards, to be reported
             scoring = background.start(score, examples_P, batch, tokenizer)
             batch.drop(batch.truncated & (cfg.truncated == "mask"))
-            minibatches = batch.minibatches(cfg.num_minibatches, cfg.micro_batch_tokens, student.packed, in_turn=False)
+            minibatches = batch.minibatches(cfg.num_minibatches, budget.tokens, student.packed, in_turn=False)
             micros = list(chain(*minibatches))
             if cfg.loss == "opd":
                 with log.time("logprobs"):  # the first minibatch finds its old log-probs in its own forward pass
-                    logprobs.fill(chain(*minibatches[1:]), "old_logps", student, home, cfg.micro_batch_tokens)
+                    logprobs.fill(chain(*minibatches[1:]), "old_logps", student, home, budget.tokens)
             if cfg.param_offload:
                 with log.time("offload"):
                     sampler.release()
                     log.add(offloaded_gib_student=student_memory.off())
                     teacher.onload()
             with log.time("teacher"):
-                teacher.fill(micros, cfg.micro_batch_tokens)
+                teacher.fill(micros, budget.tokens)
             if cfg.param_offload:
                 with log.time("offload"):
                     log.add(offloaded_gib_teacher=teacher.offload())
@@ -322,7 +331,7 @@ def main(cfg: Config) -> None:
 
             # 3. update: num_minibatches optimizer steps, each summed over micro-batches
             optimizer.learning_rate = cfg.learning_rate * optim.warmup(step, cfg.warmup_steps)
-            if cfg.optimizer_offload:
+            if cfg.optimizer_offload == "rollout":
                 with log.time("offload"):
                     optimizer.onload()
             with log.time("update"):
@@ -332,12 +341,14 @@ def main(cfg: Config) -> None:
                     log.add(skipped_updates=float(num_sequences == 0))
                     if num_sequences == 0:  # everything masked: no step, rather than 0 / 0
                         continue
-                    for micro in minibatch:
-                        loss, stats = gkd_loss(student, micro, cfg, num_sequences, num_tokens)
-                        optimizer.scale(loss).backward()
-                        log.add(micro.num_tokens, **stats)
+                    for micro in budget.passes(minibatch, optimizer, log):  # again in halves, if memory runs out
+                        with budget.room():
+                            loss, stats = gkd_loss(student, micro, cfg, num_sequences, num_tokens)
+                            optimizer.scale(loss).backward()
+                            log.add(micro.num_tokens, **stats)
+                        loss = None  # after a failure its graph would hold the memory that is needed now
                     log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
-                with checkpoint.keep_batch(cfg.out_dir, step, micros):
+                with checkpoint.keep_batch(cfg.out_dir, step, chain(*minibatches)):
                     optimizer.check()  # a gradient that is not finite
             done, position = step, prompts.position
 

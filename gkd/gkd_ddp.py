@@ -12,19 +12,17 @@ copy of the teacher, or asks the same server. All ranks take the same steps; wha
 """
 
 import sys
-from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from transformers import set_seed
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import background, checkpoint, config, data, devices, distillation, distributed, logprobs, losses, metrics
-from common import models, offload, offpolicy, optim, profiling, rewards, rollout, teacher_client, teachers
+from common import background, checkpoint, config, data, devices, distillation, distributed, logprobs, lora, losses
+from common import memory, metrics, models, offload, offpolicy, optim, plan, profiling, rewards, rollout, sharding
+from common import teacher_client, teachers
 from common.config import require
 
 TEACHER_GPU_ID = None  # None: a copy on the GPU of each rank; or a GPU number; a large teacher: --teacher_url
@@ -79,10 +77,17 @@ class Config:
     aggregation: str = "token_mean"  # over all tokens of a minibatch; or "seq_mean": over each completion first
 
     param_offload: bool = False  # the idle model waits in CPU memory: the teacher, or the student in the teacher's turn
-    optimizer_offload: bool = False  # AdamW's state waits in CPU memory while completions are sampled and judged
     device: str = "auto"  # "cuda": the GPUs above; "cpu"; "auto": the GPUs above if there are any, else the CPU
     dtype: str = "auto"  # "bf16" and "fp16" with fp32 master weights, "fp32"; "auto": bf16 on GPUs, fp32 on the CPU
+    lora_rank: int = 0  # train adapters of this rank and leave the weights alone (LoRA); 0: train all weights
+    lora_alpha: float = 32.0  # what adapters add is multiplied by lora_alpha / lora_rank
+    lora_targets: str = "all-linear"  # layers that get one: "all-linear" (all but the head), or names, "q_proj,v_proj"
+    load_bits: int = 0  # with LoRA: hold the weights in 8 or 4 bits (bitsandbytes); 0: as dtype says
     gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time in the update
+    optimizer_offload: str = "none"  # AdamW's state in CPU memory: "rollout", while completions are sampled; "always"
+    fsdp: bool = False  # shard weights, gradients and AdamW's state over the ranks (FSDP2): common/sharding.py
+    memory_limit: float = 0.0  # GiB of each GPU that this run may take; 0: all that is free
+    force: bool = False  # start although the plan says that memory will not suffice
     compile: bool = True  # torch.compile on GPUs: faster steps, some seconds in the first
     seed: int = 0  # of data order, sampling and the mix
 
@@ -148,7 +153,7 @@ def gkd_loss(student, micro, cfg, num_sequences, num_tokens):
     else:  # Eq. 1, over the vocabulary
         weights_mC = losses.weights(mask_mC, cfg.aggregation, denominator)
         loss, values_mCR = student(*micro.tokens, weights_mC, *micro.said)
-        loss, names = loss.sum(), distillation.VALUES  # of the GPUs, under DataParallel
+        loss, names = loss.squeeze(0), distillation.VALUES
     count = mask_mC.sum().clamp(min=1)
     means = (values_mCR * mask_mC[..., None]).sum((0, 1)) / count
     stats = dict(zip(names, means, strict=True))
@@ -220,41 +225,42 @@ def judge(student, batch, teacher, cfg):
     """Micro-batches of a batch, each with what `gkd_loss` reports of it."""
     (micros,) = batch.minibatches(1, cfg.micro_batch_tokens, student.packed)
     teacher.fill(micros, cfg.micro_batch_tokens)
-    for micro in micros:
-        yield micro, gkd_loss(student, micro, cfg, 1, 1)[1]
+    yield from memory.each(micros, lambda micro: gkd_loss(student, micro, cfg, 1, 1)[1])
 
 
 def main(cfg: Config) -> None:
     """Trains the student; every step is rollout, teacher, update, report and save."""
     gpus = devices.distillation_layout_of_rank(TEACHER_GPU_ID, cfg.device)
     home = gpus.student[0]
-    # mixed_precision: dtype decides, whatever the launcher is set to, or the head would not be fp32
-    accelerator = Accelerator(cpu=home.type == "cpu", mixed_precision="no", kwargs_handlers=[
-        InitProcessGroupKwargs(timeout=timedelta(minutes=TIMEOUT_MINUTES)),
-        DistributedDataParallelKwargs(broadcast_buffers=False),  # no buffer changes in training
-    ])  # fmt: skip
-    rank, num_ranks = accelerator.process_index, accelerator.num_processes
+    rank, num_ranks = distributed.start(home, TIMEOUT_MINUTES)
+    sharded = sharding.wanted(cfg)
     require(cfg.batch_size % num_ranks == 0, f"batch_size = {cfg.batch_size}", f"must be a multiple of the {num_ranks} "
             "ranks", f"{num_ranks * max(1, cfg.batch_size // num_ranks)} would do")  # fmt: skip
     rows = cfg.batch_size * (1 if cfg.off_policy else cfg.group_size) // num_ranks
     require(rows >= cfg.num_minibatches, f"num_minibatches = {cfg.num_minibatches}",
             f"must be at most the {rows} completions of a rank", "lower it, or raise batch_size")  # fmt: skip
+    devices.limit_memory(gpus.all, cfg.memory_limit)
+    planned = plan.require_fit(cfg, gpus, ranks=num_ranks)
     resumed = checkpoint.find(cfg.out_dir, cfg.resume)
     set_seed(cfg.seed + rank)
     source = str(resumed or cfg.student_model)
-    tokenizer, model = models.load_policy(source, home, cfg.dtype, cfg.gradient_checkpointing)
+    tokenizer, model = models.load_policy(source, home, cfg.dtype, cfg.gradient_checkpointing, lora.options(cfg))
     models.warn_learning_rate(cfg.learning_rate, model, 2e-4, "by distillation: 5e-5 (up to 0.5 B) to 1e-5 (7 B)")
     num_ids = model.get_output_embeddings().weight.shape[0]
     with checkpoint.save_on_outage(), distributed.together("load the teacher"):
         teacher = load_teacher(cfg, gpus.teacher)
         shared = teachers.agree(teacher, tokenizer, num_ids)
-    if cfg.loss == "opd":
-        inner = logprobs.LogProbs(model, cfg.temperature, cfg.compile)
-    else:
+
+    def seen(model):
+        if cfg.loss == "opd":
+            return logprobs.LogProbs(model, cfg.temperature, cfg.compile)
         beta = BETA.get(cfg.loss, cfg.beta)
-        inner = distillation.Divergences(model, cfg.loss_temperature, cfg.compile, beta, shared, teacher.head)
-    student = accelerator.prepare(inner)  # DistributedDataParallel, if there are several ranks
-    optimizer = optim.AdamW(model, cfg.learning_rate, weight_decay=cfg.weight_decay)
+        return distillation.Divergences(model, cfg.loss_temperature, cfg.compile, beta, shared, teacher.head)
+
+    student = seen(model)
+    whole = sharding.shard(student, home) if sharded else model  # to sample from, to evaluate and to save
+    judged = seen(whole) if sharded else student
+    optimizer = optim.AdamW(model, cfg.learning_rate, weight_decay=cfg.weight_decay, offload=cfg.optimizer_offload)
     reading = dict(max_prompt_tokens=cfg.max_prompt_tokens, apply_chat_template=cfg.apply_chat_template,
                    system_prompt=cfg.system_prompt)  # fmt: skip
     train_examples = data.load_examples(
@@ -266,7 +272,7 @@ def main(cfg: Config) -> None:
         eval_examples = held_out[: cfg.eval_examples][rank::num_ranks]
     teachers.require_shared([*train_examples, *eval_examples], shared)
     sampler = rollout.Sampler(
-        [model], end_ids=models.end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id,
+        [whole], end_ids=models.end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id,
         max_new_tokens=cfg.max_new_tokens, min_new_tokens=cfg.min_new_tokens, top_p=cfg.top_p, top_k=cfg.top_k,
         min_p=cfg.min_p, suppressed_ids=range(shared, num_ids), rollout_batch=cfg.rollout_batch, compile=cfg.compile,
     )  # fmt: skip
@@ -282,11 +288,12 @@ def main(cfg: Config) -> None:
     student_memory = offload.Offload(model)
     if cfg.param_offload:
         teacher.offload()
+    budget = memory.Budget(cfg.micro_batch_tokens, str(planned), redo=not sharded, release=sampler.release)
     done, position = start, prompts.position
 
     def save():
         with log.time_save(done):
-            checkpoint.save(cfg.out_dir, done, model, tokenizer, optimizer, position, cfg)
+            checkpoint.save(cfg.out_dir, done, whole, tokenizer, optimizer, position, cfg)
 
     with (
         checkpoint.stop_on_signal() as stop,
@@ -294,13 +301,13 @@ def main(cfg: Config) -> None:
         checkpoint.save_on_outage(save),  # of the teacher; the step it was lost in is taken after a resume
     ):
         if cfg.eval_data and cfg.eval_every and start == 0:
-            log.eval(0, **evaluate(sampler, inner, teacher, eval_examples, tokenizer, home, cfg))
+            log.eval(0, **evaluate(sampler, judged, teacher, eval_examples, tokenizer, home, cfg))
         for step in range(start + 1, cfg.steps + 1):
             # 1. rollout: completions from the student, of this rank's prompts; or off-policy ones
             examples_P = prompts.next()
             prompts_P = [e.prompt_ids for e in examples_P]
             on_policy = offpolicy.draw(cfg.seed, step, offpolicy.share(step, cfg.lmbda, cfg.lmbda_ramp))
-            if cfg.optimizer_offload:
+            if cfg.optimizer_offload == "rollout":
                 with log.time("offload"):
                     log.add(offloaded_gib_optimizer=optimizer.offload())
             with log.time("rollout"), distributed.together("rollout"):
@@ -318,19 +325,21 @@ def main(cfg: Config) -> None:
             # 2. teacher: what it says of every completion token; meanwhile rewards, to be reported
             scoring = background.start(score, examples_P, batch, tokenizer)
             batch.drop(batch.truncated & (cfg.truncated == "mask"))
-            minibatches = batch.minibatches(cfg.num_minibatches, cfg.micro_batch_tokens, inner.packed, in_turn=False)
+            minibatches = batch.minibatches(cfg.num_minibatches, budget.tokens, student.packed, in_turn=False)
+            if sharded:
+                sharding.even(minibatches)
             micros = list(chain(*minibatches))
             if cfg.loss == "opd":
-                with log.time("logprobs"), distributed.together("logprobs"):
+                with log.time("logprobs"), distributed.together("logprobs", sharded):
                     # the first minibatch finds its old log-probs in its own forward pass
-                    logprobs.fill(chain(*minibatches[1:]), "old_logps", inner, home, cfg.micro_batch_tokens)
+                    logprobs.fill(chain(*minibatches[1:]), "old_logps", student, home, budget.tokens)
             if cfg.param_offload:
                 with log.time("offload"):
                     sampler.release()
                     log.add(offloaded_gib_student=student_memory.off())
                     teacher.onload()
             with log.time("teacher"), distributed.together("teacher"):
-                teacher.fill(micros, cfg.micro_batch_tokens)
+                teacher.fill(micros, budget.tokens)
             if cfg.param_offload:
                 with log.time("offload"):
                     log.add(offloaded_gib_teacher=teacher.offload())
@@ -344,7 +353,7 @@ def main(cfg: Config) -> None:
 
             # 3. update: num_minibatches optimizer steps, each summed over micro-batches
             optimizer.learning_rate = cfg.learning_rate * optim.warmup(step, cfg.warmup_steps)
-            if cfg.optimizer_offload:
+            if cfg.optimizer_offload == "rollout":
                 with log.time("offload"):
                     optimizer.onload()
             with log.time("update"):
@@ -354,15 +363,18 @@ def main(cfg: Config) -> None:
                     log.add(skipped_updates=float(num_sequences == 0))
                     if num_sequences == 0:  # everything masked: no step, rather than 0 / 0
                         continue
-                    for micro in minibatch:
-                        with nullcontext() if micro is minibatch[-1] else accelerator.no_sync(student):
-                            loss, stats = gkd_loss(student, micro, cfg, num_sequences, num_tokens)
-                            # DistributedDataParallel takes the mean over ranks, and the shares of the loss add up
-                            optimizer.scale(loss * num_ranks).backward()
-                        log.add(micro.num_tokens, **stats)
+                    with distributed.together("update", sharded):
+                        for micro in budget.passes(minibatch, optimizer, log):  # again in halves, if memory runs out
+                            with budget.room():
+                                loss, stats = gkd_loss(student, micro, cfg, num_sequences, num_tokens)
+                                optimizer.scale(loss).backward()
+                                log.add(micro.num_tokens, **stats)
+                            loss = None  # after a failure its graph would hold the memory that is needed now
+                    distributed.sum_gradients(optimizer.params)
                     log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
-                with checkpoint.keep_batch(cfg.out_dir, step, micros):
+                with checkpoint.keep_batch(cfg.out_dir, step, chain(*minibatches)):
                     optimizer.check()  # a gradient that is not finite
+                sharding.gather(model, whole)
             done, position = step, prompts.position
 
             # 4. report and save
@@ -370,7 +382,7 @@ def main(cfg: Config) -> None:
             if cfg.sample_every and step % cfg.sample_every == 0:
                 log.samples(step, examples_P, completions, rewards_B.tolist(), cfg.print_samples)
             if cfg.eval_data and cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps):
-                log.eval(step, **evaluate(sampler, inner, teacher, eval_examples, tokenizer, home, cfg))
+                log.eval(step, **evaluate(sampler, judged, teacher, eval_examples, tokenizer, home, cfg))
             stopping = distributed.any_rank(bool(stop))
             if step % cfg.save_every == 0 or step == cfg.steps or stopping:
                 save()

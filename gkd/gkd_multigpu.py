@@ -7,7 +7,8 @@ Dims:   P prompts, G completions per prompt, B = P*G, m sequences in one forward
 
 Hybrid (ROLLOUT_GPU_IDS = None): the student's GPUs sample, from the weights that are trained. Separate: copies on GPUs
 of their own sample, refreshed for every step; with `overlap` they sample the next batch while this one is trained on.
-nn.DataParallel splits each micro-batch of the update over STUDENT_GPU_IDS.
+In the update the sequences of each minibatch are dealt to STUDENT_GPU_IDS; gradients are summed on the first of them,
+and the new weights go back to the others.
 """
 
 import sys
@@ -17,15 +18,15 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from torch import nn
 from transformers import set_seed
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import background, checkpoint, config, data, devices, distillation, distributed, logprobs, losses, metrics
-from common import models, offload, offpolicy, optim, profiling, rewards, rollout, teacher_client, teachers
+from common import background, checkpoint, config, data, devices, distillation, distributed, logprobs, lora, losses
+from common import memory, metrics, models, offload, offpolicy, optim, plan, profiling, rewards, rollout
+from common import teacher_client, teachers
 from common.config import require
 
-STUDENT_GPU_IDS = (0,)  # student replicas; the first also holds gradients and optimizer
+STUDENT_GPU_IDS = (0,)  # student replicas; the first also holds the optimizer
 ROLLOUT_GPU_IDS = None  # None: the student's GPUs sample; or GPUs of their own for copies of the student that sample
 TEACHER_GPU_IDS = (1,)  # the teacher's; several: its layers are spread over them
 
@@ -78,10 +79,16 @@ class Config:
 
     overlap: bool = False  # with ROLLOUT_GPU_IDS: sample one step ahead, with the weights before the last update
     param_offload: bool = False  # the idle model waits in CPU memory: the teacher, or the student in the teacher's turn
-    optimizer_offload: bool = False  # AdamW's state waits in CPU memory while completions are sampled and judged
     device: str = "cuda"  # "cuda": the GPUs above; "cpu"; "auto": the GPUs above if there are any, else the CPU
     dtype: str = "auto"  # "bf16" and "fp16" with fp32 master weights, "fp32"; "auto": bf16 on GPUs, fp32 on the CPU
+    lora_rank: int = 0  # train adapters of this rank and leave the weights alone (LoRA); 0: train all weights
+    lora_alpha: float = 32.0  # what adapters add is multiplied by lora_alpha / lora_rank
+    lora_targets: str = "all-linear"  # layers that get one: "all-linear" (all but the head), or names, "q_proj,v_proj"
+    load_bits: int = 0  # with LoRA: hold the weights in 8 or 4 bits (bitsandbytes); 0: as dtype says
     gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time in the update
+    optimizer_offload: str = "none"  # AdamW's state in CPU memory: "rollout", while completions are sampled; "always"
+    memory_limit: float = 0.0  # GiB of each GPU that this run may take; 0: all that is free
+    force: bool = False  # start although the plan says that memory will not suffice
     compile: bool = True  # torch.compile on GPUs: faster steps, some seconds in the first
     seed: int = 0  # of data order, sampling and the mix
 
@@ -147,7 +154,7 @@ def gkd_loss(student, micro, cfg, num_sequences, num_tokens):
     else:  # Eq. 1, over the vocabulary
         weights_mC = losses.weights(mask_mC, cfg.aggregation, denominator)
         loss, values_mCR = student(*micro.tokens, weights_mC, *micro.said)
-        loss, names = loss.sum(), distillation.VALUES  # of the GPUs, under DataParallel
+        loss, names = loss.squeeze(0), distillation.VALUES
     count = mask_mC.sum().clamp(min=1)
     means = (values_mCR * mask_mC[..., None]).sum((0, 1)) / count
     stats = dict(zip(names, means, strict=True))
@@ -219,8 +226,7 @@ def judge(student, batch, teacher, cfg):
     """Micro-batches of a batch, each with what `gkd_loss` reports of it."""
     (micros,) = batch.minibatches(1, cfg.micro_batch_tokens, student.packed)
     teacher.fill(micros, cfg.micro_batch_tokens)
-    for micro in micros:
-        yield micro, gkd_loss(student, micro, cfg, 1, 1)[1]
+    yield from memory.each(micros, lambda micro: gkd_loss(student, micro, cfg, 1, 1)[1])
 
 
 def main(cfg: Config) -> None:
@@ -230,27 +236,26 @@ def main(cfg: Config) -> None:
     require(not cfg.overlap or gpus.rollout, "overlap = True", "needs GPUs that sample while others train",
             "set ROLLOUT_GPU_IDS at the top of the script")  # fmt: skip
     home = gpus.student[0]
+    devices.limit_memory(gpus.all, cfg.memory_limit)
+    planned = plan.require_fit(cfg, gpus)
     resumed = checkpoint.find(cfg.out_dir, cfg.resume)
     set_seed(cfg.seed)
     source = str(resumed or cfg.student_model)
-    tokenizer, model = models.load_policy(source, home, cfg.dtype, cfg.gradient_checkpointing)
+    tokenizer, model = models.load_policy(source, home, cfg.dtype, cfg.gradient_checkpointing, lora.options(cfg))
     models.warn_learning_rate(cfg.learning_rate, model, 2e-4, "by distillation: 5e-5 (up to 0.5 B) to 1e-5 (7 B)")
     num_ids = model.get_output_embeddings().weight.shape[0]
     with checkpoint.save_on_outage(), distributed.together("load the teacher"):
         teacher = load_teacher(cfg, gpus.teacher)
         shared = teachers.agree(teacher, tokenizer, num_ids)
-    # hybrid: the model and a copy on every other GPU of the student; separate: copies sample, the model trains
-    replicas = models.replicate(model, (home, *gpus.rollout) if gpus.rollout else gpus.student)
-    # DataParallel copies the student for every forward pass, and every copy would be compiled by itself
-    compile = cfg.compile and len(gpus.student) == 1
+    # hybrid: the replicas that are trained sample; separate: copies on other GPUs do
+    replicas = models.replicate(model, (*gpus.student, *(gpus.rollout or ())), len(gpus.student))
+    trained, copies = replicas[: len(gpus.student)], replicas[len(gpus.student) :]
     if cfg.loss == "opd":
-        inner = student = logprobs.LogProbs(model, cfg.temperature, compile)
+        students = [logprobs.LogProbs(replica, cfg.temperature, cfg.compile) for replica in trained]
     else:
-        beta = BETA.get(cfg.loss, cfg.beta)
-        inner = student = distillation.Divergences(model, cfg.loss_temperature, compile, beta, shared, teacher.head)
-    if len(gpus.student) > 1:  # gathers a loss and [m, C] values on the first GPU, never logits
-        student = nn.DataParallel(student, device_ids=gpus.student)
-    optimizer = optim.AdamW(model, cfg.learning_rate, weight_decay=cfg.weight_decay)
+        how = cfg.loss_temperature, cfg.compile, BETA.get(cfg.loss, cfg.beta), shared, teacher.head
+        students = [distillation.Divergences(replica, *how) for replica in trained]
+    optimizer = optim.AdamW(model, cfg.learning_rate, weight_decay=cfg.weight_decay, offload=cfg.optimizer_offload)
     reading = dict(max_prompt_tokens=cfg.max_prompt_tokens, apply_chat_template=cfg.apply_chat_template,
                    system_prompt=cfg.system_prompt)  # fmt: skip
     train_examples = data.load_examples(
@@ -262,8 +267,7 @@ def main(cfg: Config) -> None:
         eval_examples = held_out[: cfg.eval_examples]
     teachers.require_shared([*train_examples, *eval_examples], shared)
     sampler = rollout.Sampler(
-        replicas[1:] if gpus.rollout else replicas,
-        end_ids=models.end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id,
+        copies or trained, end_ids=models.end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id,
         max_new_tokens=cfg.max_new_tokens, min_new_tokens=cfg.min_new_tokens, top_p=cfg.top_p, top_k=cfg.top_k,
         min_p=cfg.min_p, suppressed_ids=range(shared, num_ids), rollout_batch=cfg.rollout_batch, compile=cfg.compile,
     )  # fmt: skip
@@ -280,7 +284,8 @@ def main(cfg: Config) -> None:
     if cfg.param_offload:
         teacher.offload()
     done, position = start, prompts.position
-    budget = cfg.micro_batch_tokens * len(gpus.student)  # DataParallel splits each micro-batch between the GPUs
+    release = None if gpus.rollout else sampler.release  # copies may be sampling, and on other GPUs
+    budget = memory.Budget(cfg.micro_batch_tokens, str(planned), release=release)
 
     def begin(step):
         """The prompts of a step and, if it is on-policy, a function that waits for their completions."""
@@ -304,12 +309,12 @@ def main(cfg: Config) -> None:
         checkpoint.save_on_outage(save),  # of the teacher; the step it was lost in is taken after a resume
     ):
         if eval_examples and start == 0:
-            log.eval(0, **evaluate(sampler, inner, teacher, eval_examples, tokenizer, home, cfg))
+            log.eval(0, **evaluate(sampler, students[0], teacher, eval_examples, tokenizer, home, cfg))
         for step in range(start + 1, cfg.steps + 1):
             # 1. rollout: completions from the student; or off-policy ones, of the data or the teacher
             examples_P, work, after, sampled_at = ahead or begin(step)
             prompts_P, on_policy = [e.prompt_ids for e in examples_P], work is not None
-            if cfg.optimizer_offload:
+            if cfg.optimizer_offload == "rollout":
                 with log.time("offload"):
                     log.add(offloaded_gib_optimizer=optimizer.offload())
             with log.time("rollout"):
@@ -327,11 +332,12 @@ def main(cfg: Config) -> None:
             # 2. teacher: what it says of every completion token; meanwhile rewards, to be reported
             scoring = background.start(score, examples_P, batch, tokenizer)
             batch.drop(batch.truncated & (cfg.truncated == "mask"))
-            minibatches = batch.minibatches(cfg.num_minibatches, budget, inner.packed, in_turn=False)
+            cut = cfg.num_minibatches, budget.tokens, students[0].packed, False, gpus.student
+            minibatches = batch.minibatches(*cut)
             micros = list(chain(*minibatches))
             if cfg.loss == "opd":
                 with log.time("logprobs"):  # the first minibatch finds its old log-probs in its own forward pass
-                    logprobs.fill(chain(*minibatches[1:]), "old_logps", student, home, budget)
+                    logprobs.fill(chain(*minibatches[1:]), "old_logps", students, gpus.student, budget.tokens)
             if cfg.param_offload:
                 with log.time("offload"):
                     if not gpus.rollout:  # copies on GPUs of their own keep their cache, and may be at work
@@ -339,7 +345,7 @@ def main(cfg: Config) -> None:
                     log.add(offloaded_gib_student=student_memory.off())
                     teacher.onload()
             with log.time("teacher"):
-                teacher.fill(micros, cfg.micro_batch_tokens)
+                teacher.fill(micros, budget.tokens)
             if cfg.param_offload:
                 with log.time("offload"):
                     log.add(offloaded_gib_teacher=teacher.offload())
@@ -355,7 +361,7 @@ def main(cfg: Config) -> None:
 
             # 3. update: num_minibatches optimizer steps, each summed over micro-batches
             optimizer.learning_rate = cfg.learning_rate * optim.warmup(step, cfg.warmup_steps)
-            if cfg.optimizer_offload:
+            if cfg.optimizer_offload == "rollout":
                 with log.time("offload"):
                     optimizer.onload()
             with log.time("update"):
@@ -365,12 +371,16 @@ def main(cfg: Config) -> None:
                     log.add(skipped_updates=float(num_sequences == 0))
                     if num_sequences == 0:  # everything masked: no step, rather than 0 / 0
                         continue
-                    for micro in minibatch:
-                        loss, stats = gkd_loss(student, micro, cfg, num_sequences, num_tokens)
-                        optimizer.scale(loss).backward()
-                        log.add(micro.num_tokens, **stats)
+                    for micro in budget.passes(minibatch, optimizer, log, trained):  # again, if memory runs out
+                        with budget.room():
+                            loss, stats = gkd_loss(students[micro.replica], micro, cfg, num_sequences, num_tokens)
+                            optimizer.scale(loss).backward()
+                            log.add(micro.num_tokens, **stats)
+                        loss = None  # after a failure its graph would hold the memory that is needed now
+                    models.sum_gradients(trained)
                     log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
-                with checkpoint.keep_batch(cfg.out_dir, step, micros):
+                    models.refresh(trained)
+                with checkpoint.keep_batch(cfg.out_dir, step, chain(*minibatches)):
                     optimizer.check()  # a gradient that is not finite
             done, position = step, after
 
@@ -382,7 +392,7 @@ def main(cfg: Config) -> None:
                 if ahead and ahead[1]:
                     ahead[1]()  # the copies sample: they are needed here
                 models.refresh(replicas)
-                log.eval(step, **evaluate(sampler, inner, teacher, eval_examples, tokenizer, home, cfg))
+                log.eval(step, **evaluate(sampler, students[0], teacher, eval_examples, tokenizer, home, cfg))
             stopping = bool(stop)  # read once: a signal may come while the checkpoint is written
             if step % cfg.save_every == 0 or step == cfg.steps or stopping:
                 save()

@@ -5,9 +5,10 @@ Run:    python grpo/grpo_multigpu.py  edit the constants below, or pass --learni
 Costs:  those of gspo/gspo_multigpu.py; not measured apart from it
 Dims:   P prompts, G completions per prompt, B = P*G, m sequences in one forward, C completion tokens
 
-Every policy GPU samples its share of the prompts from a copy of the policy; nn.DataParallel splits each micro-batch of
-the update. The first policy GPU also holds gradients and optimizer. Reference and reward model work on their own GPU
-while the policy GPUs compute the old log-probabilities.
+Every GPU samples its share of the prompts from a copy of the policy. In the update the sequences of each minibatch are
+dealt to the policy GPUs, each of which keeps gradients of its own; their sum goes to the first, which also holds the
+optimizer, and the new weights go back. One thread gives all GPUs their work in turn and waits for none of them.
+Reference and reward model work on their own GPU while the policy GPUs compute the old log-probabilities.
 """
 
 import sys
@@ -16,17 +17,17 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from torch import nn
 from transformers import set_seed
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import advantages, background, checkpoint, config, data, devices, distributed, logprobs, losses, metrics
-from common import models, optim, profiling, reward_client, rewards, rollout
+from common import advantages, background, checkpoint, config, data, devices, distributed, logprobs, lora, losses
+from common import memory, metrics, models, optim, plan, profiling, reward_client, rewards, rollout
 from common.config import require
 
-POLICY_GPU_IDS = (0, 1)  # policy replicas; the first also holds gradients and optimizer
+POLICY_GPU_IDS = (0, 1)  # policy replicas; the first also holds the optimizer
 REFERENCE_GPU_ID = 2  # frozen reference, loaded only if kl_coef > 0; 1 on a machine with two GPUs
 REWARD_GPU_ID = 2  # reward model, if there is one; 1 on a machine with two GPUs
+ROLLOUT_GPU_IDS = None  # GPUs that sample; None: all of the layout, the reference's and the reward's too
 
 
 # how the tokens of a minibatch are averaged (common/losses.py, aggregate)
@@ -84,7 +85,14 @@ class Config:
 
     device: str = "cuda"  # "cuda": the GPUs above; "cpu"; "auto": the GPUs above if there are any, else the CPU
     dtype: str = "auto"  # "bf16" and "fp16" with fp32 master weights, "fp32"; "auto": bf16 on GPUs, fp32 on the CPU
+    lora_rank: int = 0  # train adapters of this rank and leave the weights alone (LoRA); 0: train all weights
+    lora_alpha: float = 32.0  # what adapters add is multiplied by lora_alpha / lora_rank
+    lora_targets: str = "all-linear"  # layers that get one: "all-linear" (all but the head), or names, "q_proj,v_proj"
+    load_bits: int = 0  # with LoRA: hold the weights in 8 or 4 bits (bitsandbytes); 0: as dtype says
     gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time in the update
+    optimizer_offload: str = "none"  # AdamW's state in CPU memory: "rollout", while completions are sampled; "always"
+    memory_limit: float = 0.0  # GiB of each GPU that this run may take; 0: all that is free
+    force: bool = False  # start although the plan says that memory will not suffice
     compile: bool = True  # torch.compile on GPUs: faster steps, some seconds in the first
     seed: int = 0  # of data order and sampling
 
@@ -230,21 +238,22 @@ def evaluate(sampler, examples, tokenizer, judge, cfg):
 
 def main(cfg: Config) -> None:
     """Trains the policy; every step is rollout, score, update, report and save."""
-    gpus = devices.layout(POLICY_GPU_IDS, REFERENCE_GPU_ID, REWARD_GPU_ID, cfg.device)
+    gpus = devices.layout(POLICY_GPU_IDS, REFERENCE_GPU_ID, REWARD_GPU_ID, cfg.device, ROLLOUT_GPU_IDS)
     home = gpus.policy[0]
+    devices.limit_memory(gpus.all, cfg.memory_limit)
+    planned = plan.require_fit(cfg, gpus)
     resumed = checkpoint.find(cfg.out_dir, cfg.resume)
     set_seed(cfg.seed)
-    tokenizer, model = models.load_policy(str(resumed or cfg.policy_model), home, cfg.dtype, cfg.gradient_checkpointing)
+    source = str(resumed or cfg.policy_model)
+    tokenizer, model = models.load_policy(source, home, cfg.dtype, cfg.gradient_checkpointing, lora.options(cfg))
     models.warn_learning_rate(cfg.learning_rate, model)
-    replicas = models.replicate(model, gpus.policy)  # to sample on every policy GPU
-    # DataParallel copies the policy for every forward pass, and every copy would be compiled by itself
-    log_probs = policy = logprobs.LogProbs(
-        model, cfg.temperature, cfg.compile and len(gpus.policy) == 1, cfg.entropy_coef > 0
-    )
-    if len(gpus.policy) > 1:  # gathers [m, C] log-probs on the first GPU, never logits
-        policy = nn.DataParallel(policy, device_ids=gpus.policy)
+    replicas = models.replicate(model, gpus.replicas, len(gpus.policy))  # those on other GPUs only sample
+    trained = replicas[: len(gpus.policy)]
+    policies = [logprobs.LogProbs(replica, cfg.temperature, cfg.compile, cfg.entropy_coef > 0) for replica in trained]
     frozen, reference, judge = None, None, None
-    if cfg.kl_coef > 0:
+    if cfg.kl_coef > 0 and cfg.lora_rank:  # the policy without its adapters
+        reference = [logprobs.LogProbs(replica, cfg.temperature, adapters=False) for replica in trained]
+    elif cfg.kl_coef > 0:
         frozen = models.load_frozen(checkpoint.reference(resumed, cfg), gpus.reference, cfg.dtype)
         reference = logprobs.LogProbs(frozen, cfg.temperature)
     if cfg.reward_model:
@@ -253,7 +262,7 @@ def main(cfg: Config) -> None:
         was = None if cfg.allow_reward_change else checkpoint.notes(resumed).get("reward_service")
         with checkpoint.save_on_outage(), distributed.together("find the reward service"):
             judge = reward_client.RewardService(cfg.reward_url, patience_s=cfg.reward_patience, fingerprint=was)
-    optimizer = optim.AdamW(model, cfg.learning_rate, weight_decay=cfg.weight_decay)
+    optimizer = optim.AdamW(model, cfg.learning_rate, weight_decay=cfg.weight_decay, offload=cfg.optimizer_offload)
     reading = dict(max_prompt_tokens=cfg.max_prompt_tokens, apply_chat_template=cfg.apply_chat_template,
                    system_prompt=cfg.system_prompt)  # fmt: skip
     train_examples = data.load_examples(cfg.train_data, tokenizer, **reading)
@@ -261,7 +270,8 @@ def main(cfg: Config) -> None:
     if cfg.eval_data and cfg.eval_every:
         eval_examples = data.load_examples(cfg.eval_data, tokenizer, split="test", **reading)[: cfg.eval_examples]
     sampler = rollout.Sampler(
-        replicas, end_ids=models.end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id,
+        [replica for replica in replicas if replica.device in gpus.rollout],
+        end_ids=models.end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id,
         max_new_tokens=cfg.max_new_tokens, min_new_tokens=cfg.min_new_tokens, top_p=cfg.top_p, top_k=cfg.top_k,
         min_p=cfg.min_p, rollout_batch=cfg.rollout_batch, compile=cfg.compile,
     )  # fmt: skip
@@ -271,7 +281,7 @@ def main(cfg: Config) -> None:
     prompts = data.PromptStream(train_examples, cfg.batch_size, cfg.seed, position)
     config.save(cfg, cfg.out_dir)
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
-    budget = cfg.micro_batch_tokens * len(gpus.policy)  # DataParallel splits each micro-batch between the GPUs
+    budget = memory.Budget(cfg.micro_batch_tokens, str(planned), release=sampler.release)
     done, position, batch, unscored = start, prompts.position, None, checkpoint.unscored(resumed, home)
 
     def save(rollout=None):
@@ -288,7 +298,7 @@ def main(cfg: Config) -> None:
         if eval_examples and start == 0:
             log.eval(0, eval_reward=evaluate(sampler, eval_examples, tokenizer, judge, cfg))
         for step in range(start + 1, cfg.steps + 1):
-            # 1. rollout: B completions from the current policy, on all policy GPUs
+            # 1. rollout: B completions from the current policy, on all GPUs that sample
             examples_P = prompts.next()
             with log.time("rollout"):
                 models.refresh(replicas)
@@ -304,25 +314,27 @@ def main(cfg: Config) -> None:
                         examples_P, batch, scoring, prompts, sampler, tokenizer, judge, cfg, step
                     )
                 log.add(len(examples_P), resampled=resampled)
-            minibatches = batch.minibatches(cfg.num_minibatches, budget, log_probs.packed)
+            minibatches = batch.minibatches(cfg.num_minibatches, budget.tokens, policies[0].packed, devices=gpus.policy)
             micros = list(chain(*minibatches))
             with log.time("logprobs"):  # the first minibatch finds its old log-probs in its own forward pass
-                if reference is not None:  # on a GPU of its own, at the same time
-                    where = gpus.reference, cfg.micro_batch_tokens
+                if frozen is not None:  # on a GPU of its own, at the same time
+                    where = gpus.reference, budget.tokens
                     referring = background.start(logprobs.fill, micros, "ref_logps", reference, *where)
-                logprobs.fill(chain(*minibatches[1:]), "old_logps", policy, home, budget)
-                if reference is not None:
+                logprobs.fill(chain(*minibatches[1:]), "old_logps", policies, gpus.policy, budget.tokens)
+                if frozen is not None:
                     referring.result()
+                elif reference is not None:  # the same models: one after the other
+                    logprobs.fill(micros, "ref_logps", reference, gpus.policy, budget.tokens)
             with log.time("score"):
                 scored = scoring.result()
             if cfg.overlong_cache:  # not before dynamic sampling, which asks about the task
                 penalty_B = rewards.overlong_penalty(batch.lengths, cfg.max_new_tokens, cfg.overlong_cache)
                 scored.rewards, scored.by_function["overlong"] = scored.rewards + penalty_B, penalty_B
             rewards_PG = scored.rewards.view(-1, cfg.group_size)
-            advantages_B = advantages.group_advantages(rewards_PG, cfg.scale).flatten().to(home)
+            advantages_B = advantages.group_advantages(rewards_PG, cfg.scale).flatten()
             left_out_B = scored.rewards.isnan() | (batch.truncated.cpu() & (cfg.truncated == "mask"))
             for micro in micros:
-                micro.advantages = advantages_B[micro.rows]
+                micro.advantages = advantages_B[micro.rows].to(micro.device)
                 micro.drop(left_out_B[micro.rows])
             log.add_rollout(batch, rewards_PG, scored.by_function)
 
@@ -335,13 +347,18 @@ def main(cfg: Config) -> None:
                     log.add(skipped_updates=float(num_sequences == 0))
                     if num_sequences == 0:  # everything unscored or masked: no step, rather than 0 / 0
                         continue
-                    for micro in minibatch:
-                        loss, stats = grpo_loss(policy, micro, cfg, num_sequences, num_tokens)
-                        optimizer.scale(loss).backward()
-                        log.add(micro.num_tokens, **stats)
+                    for micro in budget.passes(minibatch, optimizer, log, trained):  # again, if memory runs out
+                        with budget.room():
+                            loss, stats = grpo_loss(policies[micro.replica], micro, cfg, num_sequences, num_tokens)
+                            optimizer.scale(loss).backward()
+                            log.add(micro.num_tokens, **stats)
+                        loss = None  # after a failure its graph would hold the memory that is needed now
+                    models.sum_gradients(trained)
                     log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
-                with checkpoint.keep_batch(cfg.out_dir, step, micros):
+                    models.refresh(trained)
+                with checkpoint.keep_batch(cfg.out_dir, step, chain(*minibatches)):
                     optimizer.check()  # a gradient that is not finite
+                optimizer.make_room()
             if cfg.reference_refresh and step % cfg.reference_refresh == 0:
                 models.refresh([model, frozen])
             done, position, batch = step, prompts.position, None

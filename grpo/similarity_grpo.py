@@ -13,19 +13,17 @@ Dims:   P prompts, G completions per prompt, B = P*G / ranks, m sequences in one
 
 import sys
 from concurrent.futures import wait
-from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from transformers import set_seed
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import advantages, answers, background, checkpoint, config, data, devices, distributed, embedder
-from common import logprobs, losses, metrics, models, optim, profiling, reward_client, rewards, rollout, similarity
+from common import advantages, answers, background, checkpoint, config, data, devices, distributed, embedder, logprobs
+from common import lora, losses, memory, metrics, models, optim, plan, profiling, reward_client, rewards, rollout
+from common import sharding, similarity
 from common.config import require
 
 REFERENCE_GPU_ID = None  # frozen reference, loaded only if kl_coef > 0; None: the GPU of each rank; or a GPU number
@@ -99,7 +97,15 @@ class Config:
 
     device: str = "auto"  # "cuda": the GPUs above; "cpu"; "auto": the GPUs above if there are any, else the CPU
     dtype: str = "auto"  # "bf16" and "fp16" with fp32 master weights, "fp32"; "auto": bf16 on GPUs, fp32 on the CPU
+    lora_rank: int = 0  # train adapters of this rank and leave the weights alone (LoRA); 0: train all weights
+    lora_alpha: float = 32.0  # what adapters add is multiplied by lora_alpha / lora_rank
+    lora_targets: str = "all-linear"  # layers that get one: "all-linear" (all but the head), or names, "q_proj,v_proj"
+    load_bits: int = 0  # with LoRA: hold the weights in 8 or 4 bits (bitsandbytes); 0: as dtype says
     gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time in the update
+    optimizer_offload: str = "none"  # AdamW's state in CPU memory: "rollout", while completions are sampled; "always"
+    fsdp: bool = False  # shard weights, gradients and AdamW's state over the ranks (FSDP2): common/sharding.py
+    memory_limit: float = 0.0  # GiB of each GPU that this run may take; 0: all that is free
+    force: bool = False  # start although the plan says that memory will not suffice
     compile: bool = True  # torch.compile on GPUs: faster steps, some seconds in the first
     seed: int = 0  # of data order and sampling
 
@@ -297,12 +303,8 @@ def main(cfg: Config) -> None:
     """Trains the policy; every step is rollout, score, update, report and save."""
     gpus = devices.layout_of_rank(REFERENCE_GPU_ID, REWARD_GPU_ID, cfg.device)
     home = gpus.policy[0]
-    # mixed_precision: dtype decides, whatever the launcher is set to, or the head would not be fp32
-    accelerator = Accelerator(cpu=home.type == "cpu", mixed_precision="no", kwargs_handlers=[
-        InitProcessGroupKwargs(timeout=timedelta(minutes=TIMEOUT_MINUTES)),
-        DistributedDataParallelKwargs(broadcast_buffers=False),  # no buffer changes in training
-    ])  # fmt: skip
-    rank, num_ranks = accelerator.process_index, accelerator.num_processes
+    rank, num_ranks = distributed.start(home, TIMEOUT_MINUTES)
+    sharded = sharding.wanted(cfg)
     require(cfg.batch_size % num_ranks == 0, f"batch_size = {cfg.batch_size}", f"must be a multiple of the {num_ranks} "
             "ranks", f"{num_ranks * max(1, cfg.batch_size // num_ranks)} would do")  # fmt: skip
     rows = cfg.batch_size * cfg.group_size // num_ranks
@@ -315,24 +317,31 @@ def main(cfg: Config) -> None:
             embedder.fetch(cfg.embedding_model), devices.role("SIMILARITY_GPU_IDS", SIMILARITY_GPU_IDS, home),
             cfg.similarity_max_tokens, cfg.similarity_batch, cfg.similarity_offload,
         )  # fmt: skip
+    devices.limit_memory(gpus.all, cfg.memory_limit)
+    planned = plan.require_fit(cfg, gpus, ranks=num_ranks, embedder=embed.devices)
     resumed = checkpoint.find(cfg.out_dir, cfg.resume)
     threshold = similarity.Threshold(cfg.similarity_threshold, checkpoint.notes(resumed).get("cosine_quantiles", ()))
     set_seed(cfg.seed + rank)
-    tokenizer, model = models.load_policy(str(resumed or cfg.policy_model), home, cfg.dtype, cfg.gradient_checkpointing)
+    source = str(resumed or cfg.policy_model)
+    tokenizer, model = models.load_policy(source, home, cfg.dtype, cfg.gradient_checkpointing, lora.options(cfg))
     models.warn_learning_rate(cfg.learning_rate, model)
-    log_probs = logprobs.LogProbs(model, cfg.temperature, cfg.compile, cfg.entropy_coef > 0)
-    policy = accelerator.prepare(log_probs)  # DistributedDataParallel, if there are several ranks
+    policy = logprobs.LogProbs(model, cfg.temperature, cfg.compile, cfg.entropy_coef > 0)
+    whole = sharding.shard(policy, home) if sharded else model  # to sample from and to save
     frozen, reference, judge = None, None, None
-    if cfg.kl_coef > 0:
+    if cfg.kl_coef > 0 and cfg.lora_rank:  # the policy without its adapters
+        reference = logprobs.LogProbs(model, cfg.temperature, cfg.compile, adapters=False)
+    elif cfg.kl_coef > 0:
         frozen = models.load_frozen(checkpoint.reference(resumed, cfg), gpus.reference, cfg.dtype)
         reference = logprobs.LogProbs(frozen, cfg.temperature, cfg.compile)
+        if sharded:
+            sharding.shard_frozen(reference, gpus.reference)
     if cfg.reward_model:
         judge = rewards.RewardModel(cfg.reward_model, gpus.reward, models.pick_dtype(cfg.dtype, gpus.reward))
     if cfg.reward_url:
         was = None if cfg.allow_reward_change else checkpoint.notes(resumed).get("reward_service")
         with checkpoint.save_on_outage(), distributed.together("find the reward service"):
             judge = reward_client.RewardService(cfg.reward_url, patience_s=cfg.reward_patience, fingerprint=was)
-    optimizer = optim.AdamW(model, cfg.learning_rate, weight_decay=cfg.weight_decay)
+    optimizer = optim.AdamW(model, cfg.learning_rate, weight_decay=cfg.weight_decay, offload=cfg.optimizer_offload)
     reading = dict(max_prompt_tokens=cfg.max_prompt_tokens, apply_chat_template=cfg.apply_chat_template,
                    system_prompt=cfg.system_prompt)  # fmt: skip
     train_examples = data.load_examples(cfg.train_data, tokenizer, **reading)
@@ -341,7 +350,7 @@ def main(cfg: Config) -> None:
         eval_examples = data.load_examples(cfg.eval_data, tokenizer, split="test", **reading)[: cfg.eval_examples]
         eval_examples = eval_examples[rank::num_ranks]
     sampler = rollout.Sampler(
-        [model], end_ids=models.end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id,
+        [whole], end_ids=models.end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id,
         max_new_tokens=cfg.max_new_tokens, min_new_tokens=cfg.min_new_tokens, top_p=cfg.top_p, top_k=cfg.top_k,
         min_p=cfg.min_p, rollout_batch=cfg.rollout_batch, compile=cfg.compile,
     )  # fmt: skip
@@ -351,13 +360,14 @@ def main(cfg: Config) -> None:
     prompts = data.PromptStream(train_examples, cfg.batch_size, cfg.seed, position, rank, num_ranks)
     config.save(cfg, cfg.out_dir)
     log = metrics.Log(cfg.out_dir, start, cfg.steps, list(dict.fromkeys([*gpus.all, *embed.devices])))
+    budget = memory.Budget(cfg.micro_batch_tokens, str(planned), redo=not sharded, release=sampler.release)
     done, position, batch, unscored = start, prompts.position, None, checkpoint.unscored(resumed, home)
 
     def save(rollout=None):
         notes = {"cosine_quantiles": threshold.quantiles}
         notes |= {"reward_service": judge.fingerprint} if cfg.reward_url else {}
         with log.time_save(done):
-            checkpoint.save(cfg.out_dir, done, model, tokenizer, optimizer, position, cfg, notes=notes, rollout=rollout,
+            checkpoint.save(cfg.out_dir, done, whole, tokenizer, optimizer, position, cfg, notes=notes, rollout=rollout,
                             reference=frozen if cfg.reference_refresh else None)  # fmt: skip
 
     with (
@@ -389,13 +399,15 @@ def main(cfg: Config) -> None:
             embedding = background.start(embed_responses, scoring, embed, cfg)
             if cfg.similarity_offload:  # where memory is short, it has the GPU to itself
                 wait([embedding])
-            minibatches = batch.minibatches(cfg.num_minibatches, cfg.micro_batch_tokens, log_probs.packed)
+            minibatches = batch.minibatches(cfg.num_minibatches, budget.tokens, policy.packed)
+            if sharded:
+                sharding.even(minibatches)
             micros = list(chain(*minibatches))
-            with log.time("logprobs"), distributed.together("logprobs"):
+            with log.time("logprobs"), distributed.together("logprobs", sharded):
                 # the first minibatch finds its old log-probs in its own forward pass
-                logprobs.fill(chain(*minibatches[1:]), "old_logps", log_probs, home, cfg.micro_batch_tokens)
+                logprobs.fill(chain(*minibatches[1:]), "old_logps", policy, home, budget.tokens)
                 if reference is not None:
-                    logprobs.fill(micros, "ref_logps", reference, gpus.reference, cfg.micro_batch_tokens)
+                    logprobs.fill(micros, "ref_logps", reference, reference.model.device, budget.tokens)
             with log.time("score"), distributed.together("score"):
                 scored = scoring.result()
             if cfg.overlong_cache:  # not before dynamic sampling, which asks about the task
@@ -423,15 +435,19 @@ def main(cfg: Config) -> None:
                     log.add(skipped_updates=float(num_sequences == 0))
                     if num_sequences == 0:  # everything unscored or masked: no step, rather than 0 / 0
                         continue
-                    for micro in minibatch:
-                        with nullcontext() if micro is minibatch[-1] else accelerator.no_sync(policy):
-                            loss, stats = grpo_loss(policy, micro, cfg, num_sequences, num_tokens)
-                            # DistributedDataParallel takes the mean over ranks, and the shares of the loss add up
-                            optimizer.scale(loss * num_ranks).backward()
-                        log.add(micro.num_tokens, **stats)
+                    with distributed.together("update", sharded):
+                        for micro in budget.passes(minibatch, optimizer, log):  # again in halves, if memory runs out
+                            with budget.room():
+                                loss, stats = grpo_loss(policy, micro, cfg, num_sequences, num_tokens)
+                                optimizer.scale(loss).backward()
+                                log.add(micro.num_tokens, **stats)
+                            loss = None  # after a failure its graph would hold the memory that is needed now
+                    distributed.sum_gradients(optimizer.params)
                     log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
-                with checkpoint.keep_batch(cfg.out_dir, step, micros):
+                with checkpoint.keep_batch(cfg.out_dir, step, chain(*minibatches)):
                     optimizer.check()  # a gradient that is not finite
+                sharding.gather(model, whole)
+                optimizer.make_room()
             if cfg.reference_refresh and step % cfg.reference_refresh == 0:
                 models.refresh([model, frozen])
             done, position, batch = step, prompts.position, None

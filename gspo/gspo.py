@@ -15,8 +15,8 @@ import torch
 from transformers import set_seed
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import advantages, background, checkpoint, config, data, devices, distributed, logprobs, losses, metrics
-from common import models, optim, profiling, reward_client, rewards, rollout
+from common import advantages, background, checkpoint, config, data, devices, distributed, logprobs, lora, losses
+from common import memory, metrics, models, optim, plan, profiling, reward_client, rewards, rollout
 from common.config import require
 
 POLICY_GPU_IDS = (0,)  # the policy's GPU
@@ -72,7 +72,14 @@ class Config:
 
     device: str = "auto"  # "cuda": the GPUs above; "cpu"; "auto": the GPUs above if there are any, else the CPU
     dtype: str = "auto"  # "bf16" and "fp16" with fp32 master weights, "fp32"; "auto": bf16 on GPUs, fp32 on the CPU
+    lora_rank: int = 0  # train adapters of this rank and leave the weights alone (LoRA); 0: train all weights
+    lora_alpha: float = 32.0  # what adapters add is multiplied by lora_alpha / lora_rank
+    lora_targets: str = "all-linear"  # layers that get one: "all-linear" (all but the head), or names, "q_proj,v_proj"
+    load_bits: int = 0  # with LoRA: hold the weights in 8 or 4 bits (bitsandbytes); 0: as dtype says
     gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time in the update
+    optimizer_offload: str = "none"  # AdamW's state in CPU memory: "rollout", while completions are sampled; "always"
+    memory_limit: float = 0.0  # GiB of each GPU that this run may take; 0: all that is free
+    force: bool = False  # start although the plan says that memory will not suffice
     compile: bool = True  # torch.compile on GPUs: faster steps, some seconds in the first
     seed: int = 0  # of data order and sampling
 
@@ -206,13 +213,18 @@ def main(cfg: Config) -> None:
     """Trains the policy; every step is rollout, score, update, report and save."""
     gpus = devices.layout(POLICY_GPU_IDS, REFERENCE_GPU_ID, REWARD_GPU_ID, cfg.device)
     home = gpus.policy[0]
+    devices.limit_memory(gpus.all, cfg.memory_limit)
+    planned = plan.require_fit(cfg, gpus)
     resumed = checkpoint.find(cfg.out_dir, cfg.resume)
     set_seed(cfg.seed)
-    tokenizer, model = models.load_policy(str(resumed or cfg.policy_model), home, cfg.dtype, cfg.gradient_checkpointing)
+    source = str(resumed or cfg.policy_model)
+    tokenizer, model = models.load_policy(source, home, cfg.dtype, cfg.gradient_checkpointing, lora.options(cfg))
     models.warn_learning_rate(cfg.learning_rate, model)
     policy = logprobs.LogProbs(model, cfg.temperature, cfg.compile)
     frozen, reference, judge = None, None, None
-    if cfg.kl_coef > 0:
+    if cfg.kl_coef > 0 and cfg.lora_rank:  # the policy without its adapters
+        reference = logprobs.LogProbs(model, cfg.temperature, cfg.compile, adapters=False)
+    elif cfg.kl_coef > 0:
         frozen = models.load_frozen(checkpoint.reference(resumed, cfg), gpus.reference, cfg.dtype)
         reference = logprobs.LogProbs(frozen, cfg.temperature, cfg.compile)
     if cfg.reward_model:
@@ -221,7 +233,7 @@ def main(cfg: Config) -> None:
         was = None if cfg.allow_reward_change else checkpoint.notes(resumed).get("reward_service")
         with checkpoint.save_on_outage(), distributed.together("find the reward service"):
             judge = reward_client.RewardService(cfg.reward_url, patience_s=cfg.reward_patience, fingerprint=was)
-    optimizer = optim.AdamW(model, cfg.learning_rate, weight_decay=cfg.weight_decay)
+    optimizer = optim.AdamW(model, cfg.learning_rate, weight_decay=cfg.weight_decay, offload=cfg.optimizer_offload)
     reading = dict(max_prompt_tokens=cfg.max_prompt_tokens, apply_chat_template=cfg.apply_chat_template,
                    system_prompt=cfg.system_prompt)  # fmt: skip
     train_examples = data.load_examples(cfg.train_data, tokenizer, **reading)
@@ -239,6 +251,7 @@ def main(cfg: Config) -> None:
     prompts = data.PromptStream(train_examples, cfg.batch_size, cfg.seed, position)
     config.save(cfg, cfg.out_dir)
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
+    budget = memory.Budget(cfg.micro_batch_tokens, str(planned), release=sampler.release)
     done, position, batch, unscored = start, prompts.position, None, checkpoint.unscored(resumed, home)
 
     def save(rollout=None):
@@ -270,12 +283,12 @@ def main(cfg: Config) -> None:
                         examples_P, batch, scoring, prompts, sampler, tokenizer, judge, cfg, step
                     )
                 log.add(len(examples_P), resampled=resampled)
-            minibatches = batch.minibatches(cfg.num_minibatches, cfg.micro_batch_tokens, policy.packed)
+            minibatches = batch.minibatches(cfg.num_minibatches, budget.tokens, policy.packed)
             micros = list(chain(*minibatches))
             with log.time("logprobs"):  # the first minibatch finds its old log-probs in its own forward pass
-                logprobs.fill(chain(*minibatches[1:]), "old_logps", policy, home, cfg.micro_batch_tokens)
+                logprobs.fill(chain(*minibatches[1:]), "old_logps", policy, home, budget.tokens)
                 if reference is not None:
-                    logprobs.fill(micros, "ref_logps", reference, gpus.reference, cfg.micro_batch_tokens)
+                    logprobs.fill(micros, "ref_logps", reference, reference.model.device, budget.tokens)
             with log.time("score"):
                 scored = scoring.result()
             if cfg.overlong_cache:  # not before dynamic sampling, which asks about the task
@@ -297,13 +310,16 @@ def main(cfg: Config) -> None:
                     log.add(skipped_updates=float(num_sequences == 0))
                     if num_sequences == 0:  # everything unscored or masked: no step, rather than 0 / 0
                         continue
-                    for micro in minibatch:
-                        loss, stats = gspo_loss(policy, micro, cfg, num_sequences)
-                        optimizer.scale(loss).backward()
-                        log.add(micro.num_trained, **stats)
+                    for micro in budget.passes(minibatch, optimizer, log):  # again in halves, if memory runs out
+                        with budget.room():
+                            loss, stats = gspo_loss(policy, micro, cfg, num_sequences)
+                            optimizer.scale(loss).backward()
+                            log.add(micro.num_trained, **stats)
+                        loss = None  # after a failure its graph would hold the memory that is needed now
                     log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
-                with checkpoint.keep_batch(cfg.out_dir, step, micros):
+                with checkpoint.keep_batch(cfg.out_dir, step, chain(*minibatches)):
                     optimizer.check()  # a gradient that is not finite
+                optimizer.make_room()
             if cfg.reference_refresh and step % cfg.reference_refresh == 0:
                 models.refresh([model, frozen])
             done, position, batch = step, prompts.position, None

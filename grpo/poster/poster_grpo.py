@@ -16,19 +16,18 @@ import io
 import json
 import sys
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, InitProcessGroupKwargs
 from transformers import set_seed
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import advantages, background, checkpoint, config, data, devices, distributed, images, logprobs, losses
-from common import metrics, models, optim, profiling, reward_client, rewards, rollout
+from common import advantages, background, checkpoint, config, data, devices, distributed, images, logprobs, lora
+from common import losses, memory, metrics, models, optim, plan, profiling, reward_client, rewards, rollout, shapes
+from common import sharding
 from common.config import require
-from grpo.poster import plan, records, toys
+from grpo.poster import records, toys
 from grpo.poster.local import LocalRewards
 
 REFERENCE_GPU_ID = None  # frozen reference, loaded only if kl_coef > 0; None: the GPU of each rank; or a GPU number
@@ -85,8 +84,15 @@ class Config:
 
     device: str = "auto"  # "cuda": a GPU per process; "cpu"; "auto": GPUs if there are any, else the CPU
     dtype: str = "auto"  # "bf16" and "fp16" with fp32 master weights, "fp32"; "auto": bf16 on GPUs, fp32 on the CPU
+    lora_rank: int = 0  # train adapters of this rank and leave the weights alone (LoRA); 0: train all weights
+    lora_alpha: float = 32.0  # what adapters add is multiplied by lora_alpha / lora_rank
+    lora_targets: str = "all-linear"  # layers that get one: "all-linear" (all but the head), or names, "q_proj,v_proj"
+    load_bits: int = 0  # with LoRA: hold the weights in 8 or 4 bits (bitsandbytes); 0: as dtype says
     gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time in the update
-    optimizer_offload: bool = False  # masters and Adam state in CPU memory while the rollout runs
+    optimizer_offload: str = "none"  # AdamW's state in CPU memory: "rollout", while completions are sampled; "always"
+    fsdp: bool = False  # shard weights, gradients and AdamW's state over the ranks (FSDP2): common/sharding.py
+    memory_limit: float = 0.0  # GiB of each GPU that this run may take; 0: all that is free
+    force: bool = False  # start although the plan says that memory will not suffice
     compile: bool = True  # torch.compile on GPUs: faster steps, some seconds in the first
     seed: int = 0  # of data order and sampling
 
@@ -244,9 +250,8 @@ def main(cfg: Config) -> None:
     """Trains the policy; every step is rollout, score, update, report and save."""
     gpus = devices.layout_of_rank(REFERENCE_GPU_ID, None, cfg.device, "REFERENCE_GPU_ID")
     home = gpus.policy[0]
-    timeout = InitProcessGroupKwargs(timeout=timedelta(minutes=TIMEOUT_MINUTES))
-    accelerator = Accelerator(cpu=home.type == "cpu", mixed_precision="no", kwargs_handlers=[timeout])
-    rank, num_ranks = accelerator.process_index, accelerator.num_processes
+    rank, num_ranks = distributed.start(home, TIMEOUT_MINUTES)
+    sharded = sharding.wanted(cfg)
     require(cfg.batch_size % num_ranks == 0, f"batch_size = {cfg.batch_size}", f"must be a multiple of the {num_ranks} "
             "ranks", f"{num_ranks * max(1, cfg.batch_size // num_ranks)} would do")  # fmt: skip
     rows = cfg.batch_size * cfg.group_size // num_ranks
@@ -254,33 +259,47 @@ def main(cfg: Config) -> None:
             f"must be at most the {rows} completions of a rank", "lower it, or raise batch_size")  # fmt: skip
     require(cfg.reward_patience < 60 * TIMEOUT_MINUTES, f"reward_patience = {cfg.reward_patience} s",
             f"ranks wait {TIMEOUT_MINUTES} minutes for one another", "lower it, or raise TIMEOUT_MINUTES")  # fmt: skip
+    devices.limit_memory(gpus.all, cfg.memory_limit)
     resumed = checkpoint.find(cfg.out_dir, cfg.resume)
     set_seed(cfg.seed + rank)
     start_model = toys.find(cfg.policy_model)
     source = str(resumed or start_model)
-    tokenizer, model = models.load_policy(source, home, cfg.dtype, cfg.gradient_checkpointing)
-    models.warn_learning_rate(cfg.learning_rate, model)
-    processor, suppressed = None, images.vision_ids(model)
-    if images.is_vlm(model.config):
+    # the data before the model: how long its prompts are decides about memory
+    tokenizer, processor = models.load_tokenizer(source), None
+    if images.is_vlm(shapes.base(start_model)):
         processor = images.load_processor(source, cfg.max_pixels)
-        processor.tokenizer = tokenizer  # whose padding may have been repaired; it is saved with the policy
-        if cfg.freeze_vision:
-            images.freeze_vision(model)
-    policy = logprobs.LogProbs(model, cfg.temperature, cfg.compile, suppressed_ids=suppressed)
-    frozen, reference = None, None
-    if cfg.kl_coef > 0:
-        frozen = models.load_frozen(start_model, gpus.reference, cfg.dtype)
-        reference = logprobs.LogProbs(frozen, cfg.temperature, cfg.compile, suppressed_ids=suppressed)
-    optimizer = optim.AdamW(model, cfg.learning_rate, weight_decay=cfg.weight_decay)
     train_examples = load_examples(cfg.train_data, "train", tokenizer, processor, cfg)
     train_folder, eval_folder = map(records.folder_of, (cfg.train_data, cfg.eval_data))
     eval_examples = []
     if cfg.eval_data and cfg.eval_every:
         eval_examples = load_examples(cfg.eval_data, "test", tokenizer, processor, cfg)
         eval_examples = eval_examples[: cfg.eval_examples][rank::num_ranks]
-    distributed.print_main(plan.Plan.of(model, optimizer, [*train_examples, *eval_examples], rows, cfg))
+    prompt_ids = [example.prompt_ids for example in [*train_examples, *eval_examples]]
+    visual = max(ids.count(processor.image_token_id) for ids in prompt_ids) if processor else 0
+    planned = plan.require_fit(cfg, gpus, ranks=num_ranks, model=start_model, prompt_tokens=max(map(len, prompt_ids)),
+                               visual_tokens=visual)  # fmt: skip
+    tokenizer, model = models.load_policy(source, home, cfg.dtype, cfg.gradient_checkpointing, lora.options(cfg))
+    models.warn_learning_rate(cfg.learning_rate, model)
+    suppressed = images.vision_ids(model)
+    if processor:
+        processor.tokenizer = tokenizer  # whose padding may have been repaired; it is saved with the policy
+        if cfg.freeze_vision:
+            images.freeze_vision(model)
+    policy = logprobs.LogProbs(model, cfg.temperature, cfg.compile, suppressed_ids=suppressed)
+    require(not processor or cfg.freeze_vision or not (sharded or cfg.lora_rank), "freeze_vision = False",
+            "with fsdp or lora_rank the vision tower stays as it is", "set it, or leave those off")  # fmt: skip
+    whole = sharding.shard(policy, home) if sharded else model  # to sample from and to save
+    frozen, reference = None, None
+    if cfg.kl_coef > 0 and cfg.lora_rank:  # the policy without its adapters
+        reference = logprobs.LogProbs(model, cfg.temperature, cfg.compile, suppressed_ids=suppressed, adapters=False)
+    elif cfg.kl_coef > 0:
+        frozen = models.load_frozen(start_model, gpus.reference, cfg.dtype)
+        reference = logprobs.LogProbs(frozen, cfg.temperature, cfg.compile, suppressed_ids=suppressed)
+        if sharded:
+            sharding.shard_frozen(reference, gpus.reference)
+    optimizer = optim.AdamW(model, cfg.learning_rate, weight_decay=cfg.weight_decay, offload=cfg.optimizer_offload)
     sampler = rollout.Sampler(
-        [model], end_ids=models.end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id,
+        [whole], end_ids=models.end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id,
         max_new_tokens=cfg.max_new_tokens, min_new_tokens=cfg.min_new_tokens, top_p=cfg.top_p, top_k=cfg.top_k,
         min_p=cfg.min_p, suppressed_ids=suppressed, rollout_batch=cfg.rollout_batch, compile=cfg.compile,
     )  # fmt: skip
@@ -295,16 +314,17 @@ def main(cfg: Config) -> None:
     prompts = data.PromptStream(train_examples, cfg.batch_size, cfg.seed, position, rank, num_ranks)
     config.save(cfg, cfg.out_dir)
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
+    budget = memory.Budget(cfg.micro_batch_tokens, str(planned), redo=not sharded, release=sampler.release)
     done, position, batch, unscored = start, prompts.position, None, checkpoint.unscored(resumed, home)
 
     def save(rollout=None):
         notes = {"reward_service": judge.fingerprint} if cfg.reward_url else {}
         with log.time_save(done):
-            checkpoint.save(cfg.out_dir, done, model, processor or tokenizer, optimizer, position, cfg, notes=notes,
+            checkpoint.save(cfg.out_dir, done, whole, processor or tokenizer, optimizer, position, cfg, notes=notes,
                             rollout=rollout)  # fmt: skip
 
     def eval_now():
-        return evaluate(sampler, model, processor, eval_examples, eval_folder, tokenizer, judge, cfg)
+        return evaluate(sampler, whole, processor, eval_examples, eval_folder, tokenizer, judge, cfg)
 
     with (
         checkpoint.stop_on_signal() as stop,
@@ -316,28 +336,27 @@ def main(cfg: Config) -> None:
         for step in range(start + 1, cfg.steps + 1):
             # 1. rollout: B completions from the current policy, of this rank's prompts
             examples_P = prompts.next()
-            if cfg.optimizer_offload:
-                with log.time("offload"):
-                    optimizer.offload()
             with log.time("rollout"), distributed.together("rollout"):
                 pictures_P = open_images(examples_P, train_folder, processor)
-                batch = sample(sampler, model, processor, examples_P, pictures_P, unscored, group_size=cfg.group_size,
+                batch = sample(sampler, whole, processor, examples_P, pictures_P, unscored, group_size=cfg.group_size,
                                temperature=cfg.temperature, seed=cfg.seed, step=step,
                                prompt_numbers=range(rank, cfg.batch_size, num_ranks))  # fmt: skip
                 unscored = None
 
             # 2. score: rewards, and meanwhile log-probs; rewards stay rewards, advantages get their own name
             scoring = background.start(score, examples_P, pictures_P, batch, tokenizer, judge, cfg)
-            minibatches = batch.minibatches(cfg.num_minibatches, cfg.micro_batch_tokens, policy.packed)
+            minibatches = batch.minibatches(cfg.num_minibatches, budget.tokens, policy.packed)
+            if sharded:
+                sharding.even(minibatches)
             micros = list(chain(*minibatches))
-            with log.time("logprobs"), distributed.together("logprobs"):
+            with log.time("logprobs"), distributed.together("logprobs", sharded):
                 # the first minibatch finds its old log-probs in its own forward pass
-                logprobs.fill(chain(*minibatches[1:]), "old_logps", policy, home, cfg.micro_batch_tokens)
+                logprobs.fill(chain(*minibatches[1:]), "old_logps", policy, home, budget.tokens)
                 if reference is not None:
                     own = None  # what the reference sees, if the policy's vision tower is another one by now
-                    if processor and not cfg.freeze_vision:
+                    if processor and frozen is not None and not cfg.freeze_vision:
                         own = images.Images.of(frozen, processor, [e.prompt_ids for e in examples_P], pictures_P)
-                    logprobs.fill(micros, "ref_logps", reference, gpus.reference, cfg.micro_batch_tokens, own)
+                    logprobs.fill(micros, "ref_logps", reference, reference.model.device, budget.tokens, own)
             with log.time("score"), distributed.together("score"):
                 scored = scoring.result()
             rewards_PG = scored.rewards.view(-1, cfg.group_size)
@@ -352,9 +371,6 @@ def main(cfg: Config) -> None:
 
             # 3. update: num_minibatches optimizer steps per epoch, each summed over micro-batches and ranks
             optimizer.learning_rate = cfg.learning_rate * optim.warmup(step, cfg.warmup_steps)
-            if cfg.optimizer_offload:
-                with log.time("offload"):
-                    optimizer.onload()
             with log.time("update"):
                 for minibatch in minibatches * cfg.grpo_epochs:
                     num_sequences = distributed.sum_over_ranks(sum(micro.num_trained for micro in minibatch))
@@ -362,19 +378,23 @@ def main(cfg: Config) -> None:
                     log.add(skipped_updates=float(num_sequences == 0))
                     if num_sequences == 0:  # everything unscored or masked: no step, rather than 0 / 0
                         continue
-                    with distributed.together("update"):
+                    with distributed.together("update", sharded):
                         if processor:  # of a vision tower that is trained: its present features, and their graph
-                            batch.images.refresh(model, torch.cat([micro.images.prompts for micro in minibatch]))
-                        for micro in minibatch:
-                            loss, stats = poster_loss(policy, micro, cfg, num_sequences, num_tokens)
-                            optimizer.scale(loss).backward()
-                            log.add(micro.num_tokens, **stats)
+                            batch.images.refresh(whole, torch.cat([micro.images.prompts for micro in minibatch]))
+                        for micro in budget.passes(minibatch, optimizer, log):  # again in halves, if memory runs out
+                            with budget.room():
+                                loss, stats = poster_loss(policy, micro, cfg, num_sequences, num_tokens)
+                                optimizer.scale(loss).backward()
+                                log.add(micro.num_tokens, **stats)
+                            loss = None  # after a failure its graph would hold the memory that is needed now
                         if processor:
                             batch.images.backward()
                     distributed.sum_gradients(optimizer.params)
                     log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
-                with checkpoint.keep_batch(cfg.out_dir, step, micros):
+                with checkpoint.keep_batch(cfg.out_dir, step, chain(*minibatches)):
                     optimizer.check()  # a gradient that is not finite
+                sharding.gather(model, whole)
+                optimizer.make_room()
             done, position, batch = step, prompts.position, None
 
             # 4. report and save

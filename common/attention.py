@@ -229,9 +229,11 @@ def _examine(model: nn.Module, decoder: nn.Module) -> Support:
         return Support("its layers differ in their number of heads")
     if probe.odd:
         return Support(f"it has {probe.odd[0]}")
-    error, size = (together - torch.cat(alone)).abs().max().item(), together.abs().max().item()
-    if not error <= 0.03 * size + 1e-4:  # bf16 rounds; NaN fails
-        return Support(f"packed sequences give hidden states that differ by {error:.3g} (of {size:.3g})")
+    apart, size = (x.float().norm(dim=-1) for x in (together - torch.cat(alone), together))  # of each token
+    error = (apart / size).max().item()
+    limit = 0.01 if together.dtype == torch.float32 else 0.1  # 28 layers of 7B round to 0.03; NaN fails
+    if not error <= limit:
+        return Support(f"packed sequences give hidden states that differ by {error:.3g} of their size")
     return Support("", tuple(probe.seen), probe.window)
 
 

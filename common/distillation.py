@@ -50,10 +50,7 @@ class HiddenStates(LogProbs):
 
 
 class Divergences(LogProbs):
-    """A student as the distillation loss sees it: tokens and what the teacher said of them in, loss out.
-
-    This is the module that DistributedDataParallel and DataParallel wrap.
-    """
+    """A student as the distillation loss sees it: tokens and what the teacher said of them in, loss out."""
 
     def __init__(
         self, model: nn.Module, temperature: float, compile: bool, beta: float, shared: int, head: "Head | None"

@@ -297,7 +297,7 @@ class Images:
         if list(lengths) != own:
             raise ValueError(
                 f"images of prompts of {own} tokens for prompts of {list(lengths)} tokens: rows and images must be cut "
-                "and ordered alike, as RolloutBatch.select does; DataParallel cannot, use one process per GPU"
+                "and ordered alike, as RolloutBatch.select does"
             )
 
     def to(self, device: torch.device) -> "Images":
@@ -314,8 +314,7 @@ class Images:
         """Computes the features of some prompts with the present weights of the tower, and keeps its graph.
 
         To be called at the beginning of an optimizer step on the images of the whole batch; does nothing for a frozen
-        tower. The tower's gradients do not pass through the policy's wrapper: under DistributedDataParallel it has to
-        be frozen, or its gradients are those of one rank.
+        tower.
 
         Args:
             model: the policy.

@@ -12,7 +12,7 @@ process is ended, so that no checkpoint is written.
   cycle, rollout, score, teacher, logprobs, update   seconds of metrics.jsonl: the sum of the phases, and the phases
   wall          seconds from line to line of that file, whatever happens between the phases; read every 20 ms
   decode/s      completion tokens / seconds of the rollout, the forward pass of the prompts included
-  tokens/s      completion tokens / seconds of the cycle
+  tokens/s      completion tokens / seconds of the cycle, and seq/s completions; of all GPUs together
   roofline      decode/s as a share of sequences * bandwidth / bytes. To give every sequence a token one must read
                 bytes = all weights once (a tied embedding: as the head) + keys and values of all live tokens, those
                 of a prompt once per group; in the dtype of the model, mean over the steps, so fixed lengths only
@@ -21,7 +21,8 @@ process is ended, so that no checkpoint is written.
                 + 6 * head parameters * completion tokens + 6 * layers * heads * head_dim * (sum of T^2 over the
                 sequences); what is computed a second time does not count. With a teacher, whose head is applied in
                 the update, + 2 * parameters of that head * completion tokens
-  length, GiB   mean tokens of a completion; peak memory allocated by tensors, after --warmup
+  length, GiB   mean tokens of a completion; peak memory allocated by tensors on the fullest GPU, after --warmup, and
+  planned       what common/plan.py expects of that
   first, start  seconds of the first step (compiles, captures), and of the process before it
 and with a teacher, for one GPU and without offloading:
   above resident   GiB less what stands there all the time: of every parameter of the student its weight, the fp32
@@ -49,6 +50,7 @@ import runpy
 import shlex
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -75,16 +77,17 @@ from transformers import (
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from common import config, data, devices, metrics, models, optim
+from common import config, data, devices, layouts, metrics, models, optim, plan
 from common.config import require
 
 SPECIALS = ["<pad>", "<unk>", "<end>"]  # the last three ids; the others are the words w0, w1, ...
-SHAPES = {  # model type, vocabulary, hidden, intermediate, layers, heads, key-value heads, positions
-    "qwen0.5b": ("qwen2", 151936, 896, 4864, 24, 14, 2, 32768),
-    "qwen1.5b": ("qwen2", 151936, 1536, 8960, 28, 12, 2, 32768),
-    "smollm2": ("llama", 49152, 576, 1536, 30, 9, 3, 8192),
-    "tiny": ("qwen2", 512, 128, 256, 2, 4, 2, 4096),
-    "tiny-teacher": ("qwen2", 512, 192, 384, 3, 6, 2, 4096),
+SHAPES = {  # model type, vocabulary, hidden, intermediate, layers, heads, key-value heads, positions, tied embeddings
+    "qwen0.5b": ("qwen2", 151936, 896, 4864, 24, 14, 2, 32768, True),
+    "qwen1.5b": ("qwen2", 151936, 1536, 8960, 28, 12, 2, 32768, True),
+    "qwen7b": ("qwen2", 152064, 3584, 18944, 28, 28, 4, 32768, False),
+    "smollm2": ("llama", 49152, 576, 1536, 30, 9, 3, 8192, True),
+    "tiny": ("qwen2", 512, 128, 256, 2, 4, 2, 4096, True),
+    "tiny-teacher": ("qwen2", 512, 192, 384, 3, 6, 2, 4096, True),
 }
 CARDS = {  # name as torch gives it: bytes per second, and dense bf16 FLOP/s, of the data sheet
     "NVIDIA H100 80GB HBM3": (3.35e12, 989e12),
@@ -138,6 +141,9 @@ SETTINGS = {
     "smollm2-8x8": Setting("smollm2"),
     "decode": Setting(batch_size=32, prompt_tokens=256, num_minibatches=1, kl_coef=0.0, peer_sequences=32),
     "update": Setting("qwen1.5b", batch_size=32, kl_coef=0.0, peer_sequences=16),
+    "gpus-0.5b": Setting(num_minibatches=1, kl_coef=0.0),  # 64 x 256 tokens: batch_size 8 for each GPU
+    "gpus-1.5b": Setting("qwen1.5b", num_minibatches=1, kl_coef=0.0),
+    "gpus-7b": Setting("qwen7b", num_minibatches=1, kl_coef=0.0),
     "mixed-lengths": Setting(lengths="geometric"),
     "cpu-toy": Setting("toy", 16, new_tokens=128, lengths="natural", kl_coef=0.0, device="cpu"),
     "cpu-smollm2": Setting("smollm2", 1, 8, 32, 32, num_minibatches=2, kl_coef=0.0, device="cpu"),
@@ -164,11 +170,11 @@ def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 def config_of(name: str) -> PreTrainedConfig:
     """The transformers config of a name of SHAPES."""
-    family, vocabulary, hidden, intermediate, layers, heads, kv_heads, positions = SHAPES[name]
+    family, vocabulary, hidden, intermediate, layers, heads, kv_heads, positions, tied = SHAPES[name]
     return AutoConfig.for_model(
         family, vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=positions,
-        tie_word_embeddings=True, bos_token_id=None, pad_token_id=vocabulary - 3, eos_token_id=vocabulary - 1,
+        tie_word_embeddings=tied, bos_token_id=None, pad_token_id=vocabulary - 3, eos_token_id=vocabulary - 1,
     )  # fmt: skip
 
 
@@ -187,7 +193,8 @@ def make_model(name: str, num_ends: int, work_dir: Path) -> Path:
     if folder.is_dir():
         return folder
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(cfg, dtype=torch.bfloat16)
+    with pick_device("auto"):  # on a CPU, 7B take minutes
+        model = AutoModelForCausalLM.from_config(cfg, dtype=torch.bfloat16)
     others = random.Random(0).sample(range(cfg.vocab_size - len(SPECIALS)), num_ends - 1)
     model.generation_config.eos_token_id = [*sorted(others), cfg.eos_token_id]
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -355,6 +362,7 @@ def summarise(
     length = numbers["completion_length"] = statistics.mean(tokens) / sequences
     for name, seconds in (("decode_tokens_per_second", "seconds_rollout"), ("tokens_per_second", "seconds")):
         numbers[name] = statistics.median(n / line[seconds] for n, line in zip(tokens, lines, strict=True))
+    numbers["sequences_per_second"] = statistics.median(sequences / line["seconds"] for line in lines)
     numbers["memory_gib"] = max((gib for line in lines for gib in line["memory_gib"]), default=None)
     numbers |= dict.fromkeys(("roofline_tokens_per_second", "roofline_share", "update_flops", "mfu"))
     itemsize = models.pick_dtype(cfg["dtype"], pick_device(cfg["device"])).itemsize
@@ -481,6 +489,25 @@ def run_watched(script: str, arguments: list[str]) -> None:
         runpy.run_path(script, run_name="__main__")
 
 
+def planned_gib(script: str, arguments: list[str], ranks: int, setting: Setting) -> float | None:
+    """What common/plan.py expects as the peak of the fullest GPU; None on a CPU.
+
+    Args:
+        script: path.
+        arguments: its command line.
+        ranks: processes.
+        setting: with the length of the prompts.
+    """
+    module, cfg = layouts.load(script, arguments)
+    if pick_device(cfg.device).type == "cpu":
+        return None
+    roles = layouts.all_ranks(module, cfg, ranks)
+    planned = plan.of(cfg, roles, ranks=ranks, prompt_tokens=setting.prompt_tokens)
+    limit = cfg.memory_limit * devices.GIB or torch.cuda.get_device_properties(0).total_memory
+    planned = planned.within(limit)
+    return max(map(planned.peak, planned.gpus)) / devices.GIB
+
+
 # ---- running ----
 
 
@@ -489,24 +516,45 @@ def pick_device(device: str) -> torch.device:
     return torch.device("cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu")
 
 
-def run(command: list[str], folder: Path, wanted: Callable[[], bool], timeout: float, **environment: str) -> None:
+def run(
+    command: list[str], folder: Path, wanted: Callable[[], bool], timeout: float, ranks: int = 1, **environment: str
+) -> None:
     """Runs a command, its output in folder/log.txt, and ends it once `wanted()`, asked every 20 ms, is true.
+
+    Args:
+        command: its words.
+        folder: for the log.
+        wanted: whether what the command is run for is there.
+        timeout: seconds.
+        ranks: processes of it, with the environment that torchrun would give them; torchrun itself would give each a
+            session of its own, in which it outlives the launcher.
+        **environment: variables to set.
 
     Raises:
         RuntimeError: the command ended, or the time was up, before; the message has the last lines it printed.
     """
     end, log = time.monotonic() + timeout, folder / "log.txt"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    processes = []
     with open(log, "wb") as file:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-                                   env={**os.environ, **environment}, start_new_session=True)  # fmt: skip
+        for rank in range(ranks):
+            names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
+            place = {**meet, **{name: str(number) for name, number in names.items()}} if ranks > 1 else {}
+            env = {**os.environ, **environment, **place}
+            processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=env,
+                                              start_new_session=True))  # fmt: skip
     try:
-        while process.poll() is None and not wanted() and time.monotonic() < end:
+        while all(p.poll() is None for p in processes) and not wanted() and time.monotonic() < end:
             time.sleep(0.02)
-        how = f"no result after {timeout:g} s" if process.returncode is None else f"exit code {process.returncode}"
+        codes = [p.returncode for p in processes if p.returncode is not None]
+        how = f"exit code {codes[0]}" if codes else f"no result after {timeout:g} s"
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # and what it started
-        process.wait()
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and what it started
+            process.wait()
     if not wanted():
         last = log.read_text(errors="replace").replace("\r", "\n").rstrip().split("\n")[-20:]
         raise RuntimeError("\n".join([shlex.join(command), *last, f"({how}; all of it: {log})"]))
@@ -559,15 +607,16 @@ def measure(name: str, setting: Setting, args: argparse.Namespace, extra: list[s
         return len(arrivals) >= args.steps
 
     began = time.monotonic()
-    run(command, folder, done, args.timeout)
+    run(command, folder, done, args.timeout, args.ranks)
     lines, cfg = read_steps(folder / "run")[: args.steps], json.loads((folder / "run" / "config.json").read_text())
     shape, (bandwidth, peak) = shape_of(policy), CARDS.get(card(setting.device), (None, None))
     other = shape_of(teacher) if teacher else None
+    planned = planned_gib(script, command[command.index(str(Path(script).resolve())) + 1 :], args.ranks, setting)
     rates = args.bandwidth or bandwidth, args.flops or peak
     numbers = summarise(lines[args.warmup :], setting, cfg, shape, *rates, other)
     ends = arrivals[args.warmup - 1 : args.steps]
     numbers["seconds_wall"] = statistics.median(map(operator.sub, ends[1:], ends))
-    numbers["seconds_first_step"] = lines[0]["seconds"]
+    numbers["seconds_first_step"], numbers["planned_gib"] = lines[0]["seconds"], planned
     numbers["seconds_start"] = arrivals[0] - began - lines[0]["seconds"]
     result = {"command": shlex.join(command), "config": cfg, "shape": vars(shape), "numbers": numbers, "lines": lines}
     result |= {"teacher_shape": vars(other)} if other else {}
@@ -696,11 +745,12 @@ def report(results: list[dict]) -> str:
     taught = any(result["setting"]["teacher"] for result in results)
     names = ("wall", "rollout", "score", *["teacher"] * taught, "similarity", "logprobs", "update")
     phases = {phase: f"seconds_{phase}" for phase in names}
-    memory = {"GiB": "memory_gib"}
+    memory = {"GiB": "memory_gib", "planned": "planned_gib"}
     if taught:
         memory |= {"above resident": "above_resident_gib", "loss GiB": "loss_memory_gib", "at once": "forward_tokens"}
     columns = {"cycle": "seconds", **phases, "decode/s": "decode_tokens_per_second", "roofline": "roofline_share",
-               "tokens/s": "tokens_per_second", "MFU": "mfu", "length": "completion_length", **memory,
+               "tokens/s": "tokens_per_second", "seq/s": "sequences_per_second", "MFU": "mfu",
+               "length": "completion_length", **memory,
                "first": "seconds_first_step", "start": "seconds_start"}  # fmt: skip
     forms = {"decode/s": ",.0f", "tokens/s": ",.0f", "roofline": ".1%", "MFU": ".1%", "at once": ",.0f"}
     rows = [["setting", *columns]]
@@ -746,6 +796,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Setting], list
     add("--peer_arguments", default="{}", help="JSON of GRPOConfig (GKDConfig, DistillationConfig) fields that win")
     add("--bandwidth", type=float, help="of the memory, bytes per second; for a card that is not in the script")
     add("--flops", type=float, help="peak FLOP/s in the dtype used; likewise")
+    add("--ranks", type=int, default=1, help="processes, one per GPU, of a script that torchrun would start")
     add("--script", default="", help="script to measure (default: gspo/gspo.py, with a teacher gkd/gkd.py)")
     add(
         "--embedder", choices=["bge-m3"], help="embedding model of grpo/similarity_grpo.py: random weights of the shape"

@@ -1,4 +1,9 @@
-"""Tiny tokenizers and models, built from configs: nothing is downloaded."""
+"""Tiny tokenizers and models, built from configs: nothing is downloaded.
+
+torch and transformers are imported where they are used: xdist's first process reads this file and runs no test.
+"""
+
+from __future__ import annotations
 
 import contextlib
 import itertools
@@ -12,22 +17,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast
 
 WORDS = [
     "<pad>",
@@ -54,6 +52,9 @@ TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(
@@ -65,6 +66,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(family: str) -> torch.nn.Module:
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+
     torch.manual_seed(int(family == "teacher"))
     if family in ("qwen2", "teacher"):
         return Qwen2ForCausalLM(
@@ -85,9 +89,11 @@ TINY = {  # kinds of models whose attention is plain
 }  # fmt: skip
 
 
-@torch.no_grad()
 def tiny_model(kind: str, **options) -> torch.nn.Module:
     """A causal language model of any kind that transformers has, in eval mode; biases and norms are not trivial."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(0)
     small = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.3, pad_token_id=0,
@@ -96,8 +102,23 @@ def tiny_model(kind: str, **options) -> torch.nn.Module:
     model = AutoModelForCausalLM.from_config(config).eval()
     for p in model.parameters():
         if p.ndim == 1:
-            p += 0.1 * torch.randn(p.shape)
+            p.data += 0.1 * torch.randn(p.shape)
     return model
+
+
+# Files that take longest, in the order in which they start: whole files go to the workers, and a long one at the end
+# would leave the others idle. Between runs of two ranks stand those that wait for servers more than they compute.
+FIRST = [
+    "test_readme", "test_resume", "test_poster_launcher", "test_grpo", "test_teacher_server", "test_scripts",
+    "test_poster_server", "test_gkd", "test_gkd_server", "test_parity", "test_engine", "test_rollout", "test_benchmark",
+    "test_images", "test_poster_grpo", "test_logprobs", "test_toy", "test_reward_client", "test_poster_toys",
+]  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Moves the files above to the front; what stands in a file stays together and in order."""
+    places = {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(FIRST)))
 
 
 @pytest.fixture(scope="session")
@@ -127,6 +148,7 @@ def sums_file(tmp_path_factory) -> Path:
 
 # ---- running the scripts ----
 # Importing torch and transformers takes longer than a small run: a server does it once, and each run is a fork of it.
+# The last that it imports is preload.py, which does what else every run would do anew.
 
 ROOT = Path(__file__).resolve().parents[1]
 FAMILIES = {  # the first script of each is the one the others are compared with
@@ -139,7 +161,8 @@ PRELOAD = [
     "pytest", "torch", "torch.nn.parallel.distributed", "torch._dynamo", "torch.utils.tensorboard", "numpy.random",
     "transformers", "transformers.models.qwen2.modeling_qwen2", "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "accelerate",
-    "sentence_transformers", "common.checkpoint", "common.metrics", "common.models", "common.rewards",
+    "sentence_transformers", "fastapi", "uvicorn", "common.checkpoint", "common.metrics", "common.models",
+    "common.reward_client", "common.rewards", "preload",
 ]  # fmt: skip
 REWARD_LINE = "    return rewards.math_match(completions, answers, **columns)\n"
 # What a random policy can earn, in place of the line above; some completions cannot be scored
@@ -164,7 +187,7 @@ class Run:
     def __init__(self, processes: list, outputs: list[Path], out_dir: Path):
         self.processes, self.output_files, self.out_dir = processes, outputs, out_dir
 
-    def wait(self, timeout: float = TIMEOUT) -> "Run":
+    def wait(self, timeout: float = TIMEOUT) -> Run:
         """Waits for all processes; kills them and fails when they take too long."""
         end = time.monotonic() + timeout
         for process in self.processes:
@@ -198,7 +221,7 @@ class Run:
         """What was printed, by rank."""
         return "".join(file.read_text(errors="replace") for file in self.output_files)
 
-    def succeeded(self) -> "Run":
+    def succeeded(self) -> Run:
         assert set(self.codes) == {0}, self.output
         return self
 
@@ -222,6 +245,8 @@ class Run:
 
     def weights(self, step: int | None = None) -> dict[str, torch.Tensor]:
         """Of the policy, after the last step saved."""
+        from safetensors.torch import load_file
+
         folder = self.checkpoints[-1] if step is None else f"checkpoint-{step:06d}"
         return load_file(self.out_dir / folder / "model.safetensors")
 
@@ -263,21 +288,64 @@ def comparable(lines: list[dict]) -> list[dict]:
 
 def assert_equal_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     """Bit for bit."""
+    import torch
+
     assert one.keys() == other.keys()
     different = [name for name in one if not torch.equal(one[name], other[name])]
     assert not different, different
 
 
+def fork(target: Callable, calls: list[tuple]) -> list:
+    """Starts a function in one process for each tuple of arguments."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    processes = [context.Process(target=target, args=arguments, daemon=True) for arguments in calls]
+    # the server, started with the first of them, finds common/ and preload.py, asks no hub, computes in one thread
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        for process in processes:
+            process.start()
+    return processes
+
+
+def fork_script(script: Path, arguments: list[str], outputs: list[Path], environment: dict[str, str]) -> list:
+    """Starts what `python script arguments` does; for several outputs, the ranks that torchrun would start."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    group |= {"WORLD_SIZE": str(len(outputs)), "LOCAL_WORLD_SIZE": str(len(outputs))}
+    calls = []
+    for rank, output in enumerate(outputs):
+        output.touch()
+        own = group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if len(outputs) > 1 else {}
+        calls.append((str(script), arguments, str(output), environment | own))
+    return fork(_run_script, calls)
+
+
 def _run_script(script: str, arguments: list[str], output: str, environment: dict[str, str]) -> None:
     """In the forked process: what `python script arguments` does."""
+    import torch
+
     handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
+    os.chdir(ROOT)
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
+
+
+def _run_function(function, arguments: tuple, output: str) -> None:
+    """In the forked process: the function, its output in a file."""
+    handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    function(*arguments)
 
 
 class Launcher:
@@ -287,8 +355,6 @@ class Launcher:
         self.defaults, self.models, self.copies, self.outputs = defaults, models, copies, outputs
         self._count = itertools.count()
         self._trained: dict[tuple, Run] = {}
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD)
 
     def copy(self, script: str = "gspo", reward: str = REWARD, edits: dict[str, str] | None = None) -> Path:
         """A copied script with another reward, and other edits of its text, as users make them."""
@@ -309,25 +375,17 @@ class Launcher:
         """Starts a script, with several ranks as torchrun would."""
         number = next(self._count)  # a file for each rank: not every file system keeps what two append at once
         outputs = [self.outputs / f"{number}.{rank}.txt" for rank in range(ranks)]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        processes = []
-        for rank in range(ranks):
-            group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(ranks),
-                     "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}  # fmt: skip
-            outputs[rank].touch()
-            given = self.options(script, out_dir, **options)
-            arguments = (str(script), given, str(outputs[rank]), group if ranks > 1 else {})
-            processes.append(self._context.Process(target=_run_script, args=arguments, daemon=True))
-        # the server, started with the first of them, finds common/ and computes in one thread
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(ROOT))
-            patch.setenv("OMP_NUM_THREADS", "1")
-            patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-            for process in processes:
-                process.start()
+        processes = fork_script(script, self.options(script, out_dir, **options), outputs, {})
         return Run(processes, outputs, Path(out_dir))
+
+    def run_function(self, function, ranks: int, arguments: tuple = (), timeout: float = TIMEOUT) -> None:
+        """Runs a function of a test module in several processes; its first argument is the rank, then their number."""
+        number = next(self._count)
+        outputs = [self.outputs / f"{number}.{rank}.txt" for rank in range(ranks)]
+        for output in outputs:
+            output.touch()
+        calls = [(function, (rank, ranks, *arguments), str(output)) for rank, output in enumerate(outputs)]
+        Run(fork(_run_function, calls), outputs, self.outputs).wait(timeout).succeeded()
 
     def run(self, script: Path, out_dir: Path, ranks: int = 1, timeout: float = TIMEOUT, **options) -> Run:
         """Runs a script to its end, whatever that is."""

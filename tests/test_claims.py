@@ -3,7 +3,7 @@
 import importlib.util
 import math
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -73,9 +73,14 @@ def test_what_is_reported_only_does_not_fail_the_run(claims, monkeypatch, capsys
     assert "| 3 | claim | measured | none | reported only |" in capsys.readouterr().out
 
 
-def test_the_exit_code_is_that_of_the_table():
-    done = subprocess.run([sys.executable, SCRIPT, "degenerate"], capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout.count("| holds |")) == (0, 1)
+@pytest.mark.parametrize(("broken", "code"), [(None, 0), (swapped_kl, 1)], ids=["holds", "broken"])
+def test_the_exit_code_is_that_of_the_table(monkeypatch, capsys, broken, code):
+    if broken:
+        monkeypatch.setattr(losses, "kl_estimate", broken)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "kl"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert (stopped.value.code, capsys.readouterr().out.count("| holds |")) == (code, 1 - code)
 
 
 def test_an_unknown_experiment_is_refused(claims, capsys):

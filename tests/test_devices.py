@@ -105,6 +105,26 @@ def test_an_unknown_device_is_refused(visible, device):
         layout((0,), 0, 0, device)
 
 
+@pytest.mark.parametrize(("rollout", "sampling", "replicas"), [
+    (None, (0, 1, 2, 3), (0, 1, 2, 3)), ((3, 1), (3, 1), (0, 1, 3)), ((4,), (4,), (0, 1, 4)), ((), (), (0, 1)),
+])  # fmt: skip
+def test_gpus_that_sample(visible, rollout, sampling, replicas):
+    visible(5)
+    gpus = layout((0, 1), 2, 3, rollout=rollout)
+    assert gpus.rollout == tuple(map(gpu, sampling)) and gpus.replicas == list(map(gpu, replicas))
+    assert set(gpus.all) == {gpu(i) for i in (0, 1, 2, 3, *sampling)}
+    assert layout((0, 1), 2, 2, "cpu", rollout).rollout == ((CPU,) if sampling else ())
+
+
+def test_gpus_that_sample_have_to_be_there(visible):
+    visible(3)
+    for rollout in ((1, 1), (-1,), ("0",)):
+        with pytest.raises(ValueError, match=re.escape(f"ROLLOUT_GPU_IDS = {rollout}: must be GPU numbers")):
+            layout((0, 1), 2, 2, rollout=rollout)
+    with pytest.raises(ValueError, match=r"needs 4 GPUs .*3 visible(.|\n)*\n    ROLLOUT_GPU_IDS = None\n"):
+        layout((0, 1), 2, 2, rollout=(3,))
+
+
 # --- one process of several ---
 
 

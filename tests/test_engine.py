@@ -592,7 +592,7 @@ def test_the_slot_of_padding_belongs_to_no_row():
 class SmallGpu:
     """A device with this much free memory."""
 
-    type = "cuda"
+    type, index = "cuda", 0
 
 
 @pytest.mark.parametrize(("share", "groups"), [(1.2, 7), (1.0, 6), (0.5, 3), (0.2, 1)])

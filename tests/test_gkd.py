@@ -76,7 +76,7 @@ def test_the_answers_of_the_data_have_no_part_in_on_policy_steps(launcher, sums_
 
 
 def test_offloading_changes_nothing(launcher):
-    options = dict(param_offload=True, optimizer_offload=True)
+    options = dict(param_offload=True, optimizer_offload="rollout")
     one, other = launcher.trained("gkd", **SEQ_KD), launcher.trained("gkd", **SEQ_KD, **options)
     reported = {"offloaded_gib_student", "offloaded_gib_teacher", "offloaded_gib_optimizer"}
     lines = [{k: v for k, v in line.items() if k not in reported} for line in comparable(other.lines)]
@@ -87,7 +87,9 @@ def test_offloading_changes_nothing(launcher):
     for line in other.steps:
         assert line["offloaded_gib_student"] == pytest.approx(size)
         assert line["offloaded_gib_teacher"] == pytest.approx(size - head)
-        assert line["offloaded_gib_optimizer"] == pytest.approx(2 * size) and line["seconds_offload"] > 0
+        # made in CPU memory, it first leaves the GPU in the second step
+        assert line["offloaded_gib_optimizer"] == pytest.approx(2 * size * (line["step"] > 1))
+        assert line["seconds_offload"] > 0
 
 
 def test_a_copy_that_samples_is_as_good_as_the_student(launcher, tmp_path):
@@ -220,7 +222,7 @@ def test_a_larger_vocabulary_of_the_teacher_is_cut_to_the_shared_ids(launcher, m
 
 
 def test_every_metric_is_explained_and_none_is_missing(launcher):
-    options = dict(param_offload=True, optimizer_offload=True)
+    options = dict(param_offload=True, optimizer_offload="rollout")
     runs = [
         launcher.trained("gkd", **SEQ_KD, **options),
         launcher.trained("gkd", **OPD),

@@ -10,12 +10,11 @@ import torch
 from conftest import TINY, build_model, build_tokenizer, tiny_model
 from safetensors.torch import load_file
 from test_checkpoint import Config, save
-from torch import nn
 
 from common import checkpoint, logprobs, losses, models, optim
 from common.cache import FlashCache, SdpaCache
 from common.embedder import Embedder
-from common.rollout import RolloutBatch, Sampler
+from common.rollout import RolloutBatch, Sampler, deal
 
 FAMILIES = ["qwen2", "gpt2"]
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15, 16, 17], [20], [21, 22, 23, 24, 25]]
@@ -386,19 +385,22 @@ def test_broken_weights_stop_the_rollout_and_leave_the_gpu_usable(cuda, compile)
 @needs(2)
 @pytest.mark.parametrize("rows", [5, 3, 1])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_data_parallel_is_one_gpu(model_folders, cuda, family, rows):
+def test_two_replicas_gather_the_gradient_of_one(model_folders, cuda, family, rows):
     model = policy_on(model_folders[family], cuda)
     other = copy.deepcopy(model)
-    micro = rollout(model).select(3 * torch.arange(rows))
-    weights = torch.linspace(-1, 2, rows, device=cuda)[:, None]
-    results = []
-    for policy in (logprobs.LogProbs(model, 1.0), nn.DataParallel(logprobs.LogProbs(other, 1.0), device_ids=[0, 1])):
-        logps, entropy = policy(*micro.tokens)
-        assert logps.shape == entropy.shape == micro.completion_ids.shape and logps.device == cuda
-        (logps * weights).sum().backward()
-        results.append((logps.detach(), entropy.detach()))
-    for one, two in zip(*results, strict=True):
-        assert (one - two).abs().max() <= 1e-5
+    batch = rollout(model).select(3 * torch.arange(rows))
+    batch.advantages = torch.linspace(-1, 2, rows, device=cuda)
+    devices = (cuda, torch.device("cuda", 1))
+    replicas = models.replicate(other, devices, trained=2)
+    for policies in ([logprobs.LogProbs(model, 1.0)], [logprobs.LogProbs(replica, 1.0) for replica in replicas]):
+        (micros,) = batch.minibatches(1, 1000, policies[0].packed, devices=devices[: len(policies)])
+        assert [micro.device for micro in micros] == list(devices[: min(rows, len(policies))])
+        logprobs.fill(micros, "old_logps", policies, devices)
+        for micro in micros:
+            logps, _ = policies[micro.replica](*micro.tokens)
+            assert logps.device == micro.old_logps.device == micro.device and torch.equal(logps, micro.old_logps)
+            (logps * micro.advantages[:, None]).sum().backward()
+    models.sum_gradients(replicas)
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-5, atol=1e-5 * p.grad.abs().max().item(),
                                    msg=lambda m, n=name: f"{n}: {m}")  # fmt: skip
@@ -420,8 +422,10 @@ def test_two_replicas_sample_what_one_samples_and_follow_its_weights(model_folde
             assert two.completion_ids.tolist() == rollout(model).completion_ids.tolist()
         else:  # the share of each GPU, as one GPU computes it
             one = Sampler([model], **OPTIONS, compile=False)
-            shares = generate(one, PROMPTS[:2]), generate(one, PROMPTS[2:], prompt_numbers=[2, 3])
-            assert completions(two) == completions(shares[0]) + completions(shares[1])
+            for share in deal([len(ids) + 4 * 12 for ids in PROMPTS], 2):  # as the sampler counts
+                alone = generate(one, [PROMPTS[i] for i in share], prompt_numbers=share)
+                rows = torch.tensor([4 * i + g for i in share for g in range(4)])
+                assert completions(alone) == completions(two.select(rows))
         # then with other weights
         with torch.no_grad():
             for p in model.parameters():

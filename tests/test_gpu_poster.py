@@ -78,4 +78,4 @@ def test_the_script_runs_and_takes_what_it_planned(policy, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     first, second = (line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "learning_rate" in line)
     assert first["reward_parse_ok"] > 0.5 and second["rollout_mismatch"] < 0.05
-    assert "plan: prompts up to" in done.stdout
+    assert f"plan: {policy}, " in done.stdout

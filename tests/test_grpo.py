@@ -308,11 +308,9 @@ def test_the_embedder_is_created_after_the_first_rollout_and_once(launcher):
     assert "16 texts embedded in" in output
 
 
-def test_a_model_that_cannot_be_had_is_an_error_before_anything_is_loaded(launcher, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    run = launcher.command(
-        ["python"], SCRIPTS["similarity_grpo"], tmp_path / "run", policy_model="/no/such/policy"
-    ).wait()
+def test_a_model_that_cannot_be_had_is_an_error_before_anything_is_loaded(launcher, tmp_path):
+    # runs are offline: see conftest.py
+    run = launcher.run(SCRIPTS["similarity_grpo"], tmp_path / "run", policy_model="/no/such/policy")
     failed(run, "similarity_model 'BAAI/bge-m3' cannot be downloaded", "hf download BAAI/bge-m3", "'ngrams'")
     assert "/no/such/policy" not in run.output and not run.lines
 

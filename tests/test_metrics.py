@@ -79,6 +79,26 @@ def test_a_step_begins_with_nothing(log):
     assert line["loss"] == 3.0 and "ratio_max" not in line
 
 
+def test_what_will_be_computed_again_can_be_forgotten(log):
+    log.add(2, loss=1.0, length_max=3.0)
+    mark = log.mark()
+    for attempt in (7.0, 9.0):
+        log.add(5, loss=torch.tensor(attempt), length_max=attempt)
+        log.add(new=attempt)
+        log.back(mark)
+    log.add(2, loss=torch.tensor(5.0))
+    line = end_step(log)
+    assert line["loss"] == 3.0 and line["length_max"] == 3.0 and "new" not in line
+
+
+def test_numbers_of_several_devices_are_averaged_on_the_host(log):
+    for weight, value in ((1, 2.0), (3, torch.tensor(6.0)), (4, torch.tensor(1.0))):
+        log.add(weight, loss=value)
+    # a sum per device: to add up across GPUs would make one wait for the other
+    assert {key: float(value) for key, value in log._sums.items()} == {("loss", None): 2.0, ("loss", CPU): 22.0}
+    assert end_step(log)["loss"] == 3.0
+
+
 def test_the_average_of_nothing_is_null(log):
     log.add(0, loss=0.0)
     assert end_step(log)["loss"] is None

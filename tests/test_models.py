@@ -28,7 +28,6 @@ from common.models import (
     load_policy,
     load_spread,
     load_tokenizer,
-    merged_adapters,
     pick_dtype,
     refresh,
     repair_padding,
@@ -521,119 +520,42 @@ def test_replicas_follow_the_first_after_a_refresh(model_folders):
         assert torch.equal(replica(input_ids=ids).logits, after)
 
 
+def test_replicas_that_are_trained_gather_gradients_for_the_first(model_folders):
+    _, model = load_policy(str(model_folders["qwen2"]), CPU, "fp32")
+    model.model.norm.weight.requires_grad_(False)
+    replicas = replicate(model, (CPU,) * 4, trained=3)
+    for replica, trained in zip(replicas, (True, True, True, False), strict=True):
+        names = {name for name, p in replica.named_parameters() if p.requires_grad}
+        assert (len(names) > 5) == trained and "model.norm.weight" not in names
+    ids = torch.arange(4, 28).view(3, 8)
+    model(input_ids=ids, labels=ids).loss.backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad()
+    for replica, rows in zip(replicas[1:], (ids[:2], ids[2:]), strict=False):  # the first gets nothing to do
+        (replica(input_ids=rows, labels=rows).loss * len(rows) / 3).backward()
+    models.sum_gradients(replicas[:3])
+    for name, p in model.named_parameters():
+        if name in expected:
+            torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6)
+        else:
+            assert p.grad is None
+    assert all(p.grad is None for replica in replicas[1:] for p in replica.parameters())
+
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1.0)
+    untouched = replicas[3].model.norm.weight.clone()
+    refresh(replicas)
+    for replica in replicas[1:]:
+        assert torch.equal(replica.model.norm.weight, untouched)  # what is not trained is not copied
+        assert torch.equal(replica.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)
+
+
 def test_one_device_needs_no_copy(model_folders):
     _, model = load_policy(str(model_folders["gpt2"]), CPU, "fp32")
     replicas = replicate(model, (CPU,))
     refresh(replicas)
     assert len(replicas) == 1 and replicas[0] is model
-
-
-# --- adapters ---
-
-IDS = torch.arange(4, 20)[None]
-
-
-def adapted(family, dtype=torch.float32, **options):
-    """A model with random adapters, and the weights it had without them, by name."""
-    peft = pytest.importorskip("peft")
-    targets = {"qwen2": ["q_proj", "up_proj"], "gpt2": ["c_attn", "c_fc"]}[family]
-    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False,
-                             fan_in_fan_out=family == "gpt2", **options)  # fmt: skip
-    torch.manual_seed(1)
-    return peft.get_peft_model(build_model(family).to(dtype), config).eval()
-
-
-def contents(model) -> dict[str, tuple]:
-    """What each parameter holds, and where it lies: a graph of a GPU reads from a place, not from a name."""
-    return {name: (p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
-
-
-def assert_unchanged(model, before) -> None:
-    for name, (place, value) in contents(model).items():
-        assert place == before[name][0] and torch.equal(value, before[name][1]), name
-
-
-@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_are_in_the_weights_meanwhile_and_the_weights_come_back(family, dtype, options):
-    model = adapted(family, dtype, **options)
-    before, logits = contents(model), model(input_ids=IDS).logits
-    with model.disable_adapter():
-        without = model(input_ids=IDS).logits
-    with merged_adapters(model):
-        merged = model(input_ids=IDS).logits
-        places = {name: place for name, (place, _) in contents(model).items()}
-        assert places == {name: place for name, (place, _) in before.items()}
-        changed = [name for name, p in model.named_parameters() if not torch.equal(p, before[name][1])]
-        assert len(changed) == 4 and all("base_layer.weight" in name for name in changed)  # two layers, two in each
-    atol = 1e-4 if dtype == torch.float32 else 0.1 * without.abs().max().item()
-    torch.testing.assert_close(merged.float(), logits.float(), rtol=1e-3, atol=atol)
-    assert (logits - without).abs().max() > 3 * atol
-    assert_unchanged(model, before)
-    assert torch.equal(model(input_ids=IDS).logits, logits)  # the adapters are active again
-    with merged_adapters(model):
-        assert torch.equal(model(input_ids=IDS).logits, merged)
-
-
-def test_weights_come_back_after_an_error_too():
-    model = adapted("qwen2", torch.bfloat16)
-    before, logits = contents(model), model(input_ids=IDS).logits
-    with pytest.raises(ZeroDivisionError), merged_adapters(model):
-        raise ZeroDivisionError
-    assert_unchanged(model, before)
-    assert torch.equal(model(input_ids=IDS).logits, logits)
-
-
-def test_weights_come_back_when_an_adapter_cannot_be_merged(monkeypatch):
-    model = adapted("qwen2", use_dora=True)
-    before, logits = contents(model), model(input_ids=IDS).logits
-    layers = [m for m in model.modules() if hasattr(m, "merge") and hasattr(m, "lora_A")]
-
-    def fail():
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(layers[-1], "merge", fail)  # by then the others have new tensors
-    with pytest.raises(ZeroDivisionError), merged_adapters(model):
-        pytest.fail("entered")
-    assert len(layers) == 4 and not any(layer.merged for layer in layers)
-    assert_unchanged(model, before)
-    assert torch.equal(model(input_ids=IDS).logits, logits)
-
-
-def test_adapters_that_are_merged_or_off_stay_so():
-    model = adapted("qwen2")
-    model.merge_adapter()
-    before, logits = contents(model), model(input_ids=IDS).logits
-    with merged_adapters(model):
-        assert torch.equal(model(input_ids=IDS).logits, logits)
-    assert_unchanged(model, before)
-    assert torch.equal(model(input_ids=IDS).logits, logits)
-    model.unmerge_adapter()
-    model.base_model.disable_adapter_layers()
-    before, logits = contents(model), model(input_ids=IDS).logits
-    with merged_adapters(model):
-        assert_unchanged(model, before)
-        assert torch.equal(model(input_ids=IDS).logits, logits)
-    assert_unchanged(model, before)
-
-
-def test_adapters_can_be_trained_after_they_were_merged():
-    model = adapted("qwen2")
-    with merged_adapters(model):
-        model(input_ids=IDS)
-    model(input_ids=IDS, labels=IDS).loss.backward()
-    for name, p in model.named_parameters():
-        assert p.requires_grad == ("lora_" in name)
-        assert not p.requires_grad or (p.grad.isfinite().all() and p.grad.any()), name
-
-
-def test_a_model_without_adapters_is_left_alone():
-    model = build_model("qwen2")
-    before = contents(model)
-    with merged_adapters(model):
-        assert_unchanged(model, before)
-    assert_unchanged(model, before)
 
 
 # --- learning rate ---

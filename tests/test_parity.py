@@ -25,8 +25,8 @@ def _note(**what):
     _notes.write(__import__("json").dumps(what) + "\\n")
 
 
-def _cut(*args, real=rollout.RolloutBatch.minibatches):
-    minibatches = real(*args)
+def _cut(*args, real=rollout.RolloutBatch.minibatches, **options):
+    minibatches = real(*args, **options)
     _note(cut=[[micro.rows.tolist() for micro in minibatch] for minibatch in minibatches])
     return minibatches
 

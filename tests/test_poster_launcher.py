@@ -155,16 +155,18 @@ def service(tmp_path):
 
 def test_a_service_that_runs_is_used_only_when_asked_for_and_codes_are_those_of_the_training(launch, tmp_path):
     with service(tmp_path) as port:
-        output = launch(port=port).ended(1)
-        assert f"something listens on port {port}: give another --port, or --reuse_server" in output
-        run = launch("--reuse_server", port=port, training=("--code", "3"))
-        output = run.ended(3)
-        assert "[train] step 2 score" in output and not run.read("reward_server.log")
+        refused = launch(port=port, out_dir=tmp_path / "refused")
         # torchrun, with a process for each GPU: the CPU scorer leaves both to the training; its own code would be 1
-        output = launch("--reuse_server", port=port, gpus="0,1", training=("--code", "75")).ended(75)
+        both = launch("--reuse_server", port=port, gpus="0,1", training=("--code", "75"), out_dir=tmp_path / "both")
+        run = launch("--reuse_server", port=port, training=("--code", "3"))
+        stubborn = launch("--reuse_server", port=port, training=("--steps", "100000", "--stop", "never"),
+                          out_dir=tmp_path / "stubborn")  # fmt: skip
+        message = f"something listens on port {port}: give another --port, or --reuse_server"
+        assert message in refused.ended(1)
+        assert "[train] step 2 score" in run.ended(3) and not run.read("reward_server.log")
+        output = both.ended(75)
         assert "rewards on the CPU, training on 0,1" in output and output.count("step 2 score") == 2
         assert "the training saved and gave up waiting for the service" in output
-        stubborn = launch("--reuse_server", port=port, training=("--steps", "100000", "--stop", "never"))
         wait_for(lambda: "step 1" in stubborn.output)
         stubborn.signal(signal.SIGTERM)
         wait_for(lambda: stubborn.status["phase"] == "stopping")

@@ -87,7 +87,8 @@ def test_a_second_trace_replaces_the_first(tmp_path):
 
 
 def test_a_script_is_traced_and_changes_nothing(launcher, tmp_path):
-    options = dict(steps=6, micro_batch_tokens=400)  # few micro-batches, so that little is to be written
+    # few and small micro-batches, so that little is to be written
+    options = dict(steps=4, batch_size=2, group_size=2, max_new_tokens=4, micro_batch_tokens=400)
     plain = launcher.trained("gspo", **options)
     run = launcher.run(launcher.copy(), tmp_path, **options, profile=2).succeeded()
     assert comparable(run.lines) == comparable(plain.lines) and run.samples == plain.samples

@@ -1,7 +1,6 @@
 """Every command in the documentation is run, for two steps on the built-in policy, or named here with the reason."""
 
 import json
-import multiprocessing
 import os
 import re
 import shlex
@@ -12,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PRELOAD, ROOT, SCRIPTS, Command, _run_script
+from conftest import ROOT, SCRIPTS, Command, Run, fork_script
 from PIL import Image
 from test_copies import fields
 from test_teacher_server import free_port, wait_for
+from torch.distributed import run as torchrun
 
+from common import toy
 from grpo.poster import layout, records, scorers, synthetic, toys, tricks
 
 POSTER = "grpo/poster/README.md"
@@ -59,7 +60,6 @@ SMALL = (
     "--eval_every 2 --device cpu"
 )
 POLICY, STUDENT = " --policy_model toy", " --student_model toy --teacher_model toy"
-LAUNCH = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
 
 
 def commands() -> list[str]:
@@ -74,7 +74,7 @@ def commands() -> list[str]:
 def script_in(command: str) -> str | None:
     """The training script that a command runs."""
     found = re.search(r"\b(?:gspo|grpo|gkd)/(\w+)\.py", command)
-    return found[1] if found and command.startswith(tuple(LAUNCH)) else None
+    return found[1] if found and command.startswith(("python", "torchrun")) else None
 
 
 def kind(command: str) -> tuple[str, str | None]:
@@ -92,19 +92,12 @@ def repeated() -> list[str]:
     return found
 
 
-def run_forked(script: str, arguments: list[str], environment: dict[str, str], output: Path) -> str:
+def run_forked(script: str, arguments: list[str], environment: dict[str, str], folder: Path, ranks: int = 1) -> str:
     """What `python script arguments` prints; without the seconds that a new process needs to import everything."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))  # of the server that is forked, if it starts now
-        patch.setenv("OMP_NUM_THREADS", "1")
-        process = context.Process(target=_run_script, args=(str(ROOT / script), arguments, str(output), environment))
-        process.start()
-    process.join(240)
-    printed = output.read_text() if output.exists() else ""
-    assert process.exitcode == 0, f"{script} {shlex.join(arguments)}\n{printed}"
-    return printed
+    outputs = [folder / f"printed{rank}.txt" for rank in range(ranks)]
+    run = Run(fork_script(ROOT / script, arguments, outputs, environment), outputs, folder).wait(240)
+    assert run.codes == [0] * ranks, f"{script} {shlex.join(arguments)}\n{run.output}"
+    return run.output
 
 
 def execute(command: list[str], environment: dict[str, str]) -> str:
@@ -115,7 +108,12 @@ def execute(command: list[str], environment: dict[str, str]) -> str:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> dict[str, str]:
+    """With a built-in policy that has had two steps of its training, which takes ten seconds: test_toy.py has all."""
     cache = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RL_HAND_CACHE", str(cache))
+        patch.setitem(toy.STEPS, "toy", 2)
+        toy.folder()
     return {**os.environ, "RL_HAND_CACHE": str(cache), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -134,7 +132,7 @@ def quickstart_run(tmp_path_factory, environment) -> Path:
     """What `bash scripts/quickstart.sh` leaves behind, after two steps."""
     out_dir = tmp_path_factory.mktemp("runs") / "quickstart"
     arguments = [*(SMALL + POLICY).split(), "--out_dir", str(out_dir)]
-    run_forked("gspo/gspo.py", arguments, environment, out_dir.parent / "printed.txt")
+    run_forked("gspo/gspo.py", arguments, environment, out_dir.parent)
     return out_dir
 
 
@@ -176,7 +174,10 @@ def test_a_command_of_the_poster_page_works(command, tmp_path, environment, post
     program, *arguments = shlex.split(f"{command} {options}")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**environment, "PATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    printed = execute([*LAUNCH.get(program, [program]), *arguments], environment)
+    if program == "python":
+        printed = run_forked(arguments[0], arguments[1:], environment, tmp_path)
+    else:
+        printed = execute([program, *arguments], environment)
     if command == LAUNCH_POSTER:
         assert "[reward] rewards (cpu): ready" in printed and "[train] policy saved in" in printed
         assert (tmp_path / "run" / "checkpoint-000001" / "model.safetensors").exists()
@@ -222,11 +223,6 @@ def test_a_documented_command_works(command, tmp_path, environment, quickstart_r
     program, *arguments = shlex.split(command)
     is_script = any(argument.startswith(("gspo/", "grpo/", "gkd/")) for argument in arguments)
     if is_script:
-        # each process takes seconds to import everything; two ranks are the business of test_parity.py
-        ranks = 2 if "gspo_ddp" in command else 1
-        arguments = [re.sub(r"nproc_per_node=\d", f"nproc_per_node={ranks}", a) for a in arguments]
-        arguments = [argument.replace("--nnodes=2", "--nnodes=1") for argument in arguments]
-        arguments = [argument.replace("FIRST_MACHINE:29500", "localhost:0") for argument in arguments]
         models = STUDENT if "gkd/" in command else POLICY
         arguments += [*(SMALL + models).split(), "--out_dir", str(tmp_path / "run")]
         if "grpo/similarity_grpo.py" in arguments:
@@ -235,10 +231,13 @@ def test_a_documented_command_works(command, tmp_path, environment, quickstart_r
         for folder in ("data/arithmetic", "data/numbers"):
             arguments = [argument.replace(folder, str(tmp_path / "data")) for argument in arguments]
         arguments = [argument.replace("plot.png", str(tmp_path / "plot.png")) for argument in arguments]
-    if is_script and program == "python":
-        run_forked(arguments[0], arguments[1:], environment, tmp_path / "printed.txt")
-    else:
-        execute([*LAUNCH[program], *arguments], environment)
+    if program == "python":
+        run_forked(arguments[0], arguments[1:], environment, tmp_path)
+    else:  # torchrun reads the command, and two ranks are forked; test_resume.py lets it start its ranks
+        assert program == "torchrun"
+        read = torchrun.parse_args(arguments)
+        ranks = min(2, int(read.nproc_per_node))
+        run_forked(read.training_script, read.training_script_args, environment, tmp_path, ranks)
     if is_script:
         assert (tmp_path / "run" / "checkpoint-000002" / "model.safetensors").exists()
         lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

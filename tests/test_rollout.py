@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from common import attention, logprobs, losses, models
+from common import attention, logprobs, lora, losses, models
 from common.engine import Engine
 from common.rollout import RolloutBatch, Sampler, assemble
 from common.sampling import Sampling
@@ -451,8 +451,8 @@ def test_every_replica_takes_part(policies, engine):
             lambda module, args, kwargs, i=i: seen.append((i, tuple(kwargs["input_ids"].shape))), with_kwargs=True
         )
     sampler.generate(PROMPTS, group_size=2, temperature=1.0)
-    # two prompts and one; then, in turn, a token for each of their completions
-    assert [call for call in seen if call[1][1] == 1 and call[1][0] > 1] == [(0, (4, 1)), (1, (2, 1))] * 2
+    # the longest prompt, and the two others; then, in turn, a token for each of their completions
+    assert [call for call in seen if call[1][1] == 1 and call[1][0] > 1] == [(0, (2, 1)), (1, (4, 1))] * 2
     assert len(seen) == 6
 
 
@@ -767,7 +767,7 @@ def test_adapters_are_taken_out_again_after_an_error(engine, dtype):
 
 def test_merged_adapters_does_nothing_without_adapters(policies):
     before = copy.deepcopy(policies["qwen2"].state_dict())
-    with models.merged_adapters(policies["qwen2"]):
+    with lora.merged(policies["qwen2"]):
         pass
     assert all(torch.equal(p, before[name]) for name, p in policies["qwen2"].state_dict().items())
 
@@ -829,7 +829,7 @@ def test_prompts_and_completions_are_put_together():
     assert batch.lengths.tolist() == [3, 1, 4, 1] and batch.prompt_lengths.tolist() == [3, 3, 1, 1]
     assert batch.truncated.tolist() == [False, True, True, False]
     assert batch.trained.all() and batch.rows.tolist() == [0, 1, 2, 3] and len(batch) == 4
-    assert batch.tokens[3] is batch.sampled_mask and batch.teacher_states is None
+    assert batch.tokens[3] is batch.lengths and batch.teacher_states is None
 
 
 def test_a_batch_moves_but_for_what_the_host_needs():
@@ -925,6 +925,19 @@ def test_nothing_of_this_waits_for_a_gpu(packed):
         assert micro.completion_ids.shape == (len(micro), micro.lengths.max())
         assert micro.prompt_ids.shape == (len(micro), micro.prompt_lengths.max())
         assert micro.advantages.shape == (len(micro),)
+
+
+@pytest.mark.parametrize("train_entropy", [True, False])
+def test_forward_and_backward_passes_wait_for_no_gpu(policies, train_entropy):
+    # the host gives several GPUs their work in turn: again, to look at a tensor without data would be an error
+    policy = logprobs.LogProbs(copy.deepcopy(policies["qwen2"]), 1.0, train_entropy=train_entropy).to("meta")
+    batch = make_batch([3, 1, 5, 2, 4], prompt_lengths=[2, 4, 1, 3, 3]).to(torch.device("meta"))
+    for micro in batch.minibatches(1, 20, True)[0]:
+        logps_mC, entropy_mC = policy(*micro.tokens)
+        ratio_m = losses.sequence_ratio(logps_mC, logps_mC.detach(), micro.completion_mask)
+        (ratio_m.sum() + entropy_mC.sum() * train_entropy).backward()
+        assert logps_mC.shape == micro.completion_ids.shape
+    assert policy.model.model.layers[0].mlp.up_proj.weight.grad.is_meta
 
 
 def size_of(micro, packed) -> int:

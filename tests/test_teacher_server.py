@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import http.server
 import math
-import multiprocessing
 import os
 import re
 import signal
@@ -20,7 +19,7 @@ import pytest
 import requests
 import torch
 import uvicorn
-from conftest import PRELOAD, ROOT, _run_script, build_tokenizer
+from conftest import ROOT, build_tokenizer, fork_script
 
 sys.path.insert(0, str(ROOT / "gkd"))
 import teacher_server
@@ -31,7 +30,7 @@ from common.distributed import OutageError
 from common.service import Service, Unavailable
 from common.teacher_client import RemoteTeacher
 
-CPU, V, SCRIPT = torch.device("cpu"), 64, str(ROOT / "gkd" / "teacher_server.py")
+CPU, V, SCRIPT = torch.device("cpu"), 64, ROOT / "gkd" / "teacher_server.py"
 TOP_K, GENERATE = "/topk_logprobs", "/generate"
 
 
@@ -592,17 +591,10 @@ class Process:
     """The script in a process of its own, forked from one that has imported everything."""
 
     def __init__(self, output, folder, port: int, **options):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOAD, "fastapi", "uvicorn"])
         values = dict(teacher_model=folder, device="cpu", port=port, max_top_k=0) | options
         arguments = [text for name, value in values.items() for text in (f"--{name}", str(value))]
-        output.touch()
         self.output, self.url = output, f"http://127.0.0.1:{port}"
-        self.process = context.Process(target=_run_script, args=(SCRIPT, arguments, str(output), {}), daemon=True)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(ROOT))
-            patch.setenv("OMP_NUM_THREADS", "1")
-            self.process.start()
+        (self.process,) = fork_script(SCRIPT, arguments, [output], {})
 
     def kill(self) -> None:
         self.process.kill()
@@ -695,9 +687,10 @@ def test_options_are_those_of_the_config():
 
 
 def test_start_teacher_returns_when_it_is_ready_and_stops_it_again(folder, port, tmp_path):
-    def run(*arguments) -> subprocess.CompletedProcess:
+    def run(*arguments, **environment) -> subprocess.CompletedProcess:
         command = ["bash", str(ROOT / "scripts" / "start_teacher.sh"), "--port", str(port), *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+        environment = os.environ | environment
+        return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=environment)
 
     log = tmp_path / "log.txt"
     started = run("--log", log, "--", "--teacher_model", folder)
@@ -711,5 +704,8 @@ def test_start_teacher_returns_when_it_is_ready_and_stops_it_again(folder, port,
         stopped = run("--stop")
     assert stopped.returncode == 0 and "SIGTERM: answering" in log.read_text()
     assert not (ROOT / "runs" / f"teacher-{port}.pid").exists()
-    failed = run("--log", log, "--", "--teacher_model", tmp_path / "nothing")
-    assert failed.returncode == 1 and "no such folder" in failed.stderr
+    # ends early, before the seconds of importing; what the server says of a wrong model is tested above
+    (tmp_path / "uvicorn.py").write_text("raise ImportError('no server today')\n")
+    failed = run("--log", log, "--", "--teacher_model", folder, PYTHONPATH=str(tmp_path))
+    assert failed.returncode == 1 and "the teacher ended before it was ready" in failed.stderr
+    assert "ImportError: no server today" in failed.stderr and not (ROOT / "runs" / f"teacher-{port}.pid").exists()

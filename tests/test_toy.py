@@ -2,18 +2,16 @@
 
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import Run, fork_script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import toy
 
-ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "<|im_start|>user\nsort 7 3 1 9 4<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -224,24 +222,29 @@ def test_the_slower_of_two_builders_keeps_what_the_faster_made(quick, monkeypatc
     assert (folder / "first").exists() and list(quick.iterdir()) == [folder]
 
 
-def test_two_processes_at_once(quick):
-    code = """
-import multiprocessing
+TOGETHER = """
+import os, sys, time
+from pathlib import Path
 from common import toy
 
-toy.STEPS["toy"] = 2
-context = multiprocessing.get_context("fork")
-both_ready = context.Barrier(2)
+def ready(real=toy._tokenizer):  # the first thing that is done where there is no policy yet
+    place = Path(sys.argv[1])
+    (place / f"ready{os.environ['RANK']}").touch()
+    while len(list(place.glob("ready*"))) < 2:
+        time.sleep(0.001)
+    return real()
 
-def build(_):
-    both_ready.wait()
-    return str(toy.folder())
-
-with context.Pool(2) as pool:
-    print("folders", *pool.map(build, range(2), chunksize=1))
+toy.STEPS["toy"], toy._tokenizer = 2, ready
+print("folder", toy.folder())
 """
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
+
+
+def test_two_processes_at_once(quick, tmp_path):
+    (tmp_path / "together.py").write_text(TOGETHER)
+    outputs = [tmp_path / f"{rank}.txt" for rank in range(2)]
+    environment = {"RL_HAND_CACHE": str(quick)}
+    processes = fork_script(tmp_path / "together.py", [str(tmp_path)], outputs, environment)
+    Run(processes, outputs, tmp_path).wait().succeeded()
     (folder,) = quick.iterdir()
-    assert run.stdout.splitlines()[-1] == f"folders {folder} {folder}"
+    assert [output.read_text().splitlines()[-1] for output in outputs] == [f"folder {folder}"] * 2
     assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() > 1e6

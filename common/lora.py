@@ -315,7 +315,14 @@ def _wrap(model: PreTrainedModel, config: Any) -> nn.Module:
     for p in model.parameters():
         if p.requires_grad:  # beside weights of few bits they would be fp32
             p.data = p.data.to(dtype)
+    model.get_input_embeddings().register_forward_hook(_track)
     return model
+
+
+def _track(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+    """Lets the first layer see an input with a gradient, as the others do: they then share what is compiled."""
+    if torch.is_grad_enabled():
+        output.requires_grad_(True)
 
 
 def _named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -78,6 +78,10 @@ def _shard(policy: LogProbs, device: torch.device, compute: torch.dtype, storage
     how = dict(mesh=mesh, reshard_after_forward=True)
     how["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     blocks = [m for m in policy.model.get_decoder().modules() if isinstance(m, GradientCheckpointingLayer)]
+    if policy.compiled:  # hooks that gather weights stay outside of what is compiled, or they would break it up
+        for block in blocks:
+            block._compiled_call_impl = None
+            block.forward = torch.compile(block.forward, dynamic=True)
     for module in [*blocks, policy]:  # one after the other: never all of the model in fp32
         for parameter in module.parameters():
             if not hasattr(parameter, "device_mesh"):

@@ -227,8 +227,8 @@ def main(cfg: Config) -> None:
     gpus = devices.distillation_layout(STUDENT_GPU_IDS, None, () if cfg.teacher_url else TEACHER_GPU_IDS, cfg.device)
     home = gpus.student[0]
     devices.limit_memory(gpus.all, cfg.memory_limit)
-    planned = plan.require_fit(cfg, gpus)
     resumed = checkpoint.find(cfg.out_dir, cfg.resume)
+    planned = plan.require_fit(cfg, gpus)
     set_seed(cfg.seed)
     source = str(resumed or cfg.student_model)
     tokenizer, model = models.load_policy(source, home, cfg.dtype, cfg.gradient_checkpointing, lora.options(cfg))

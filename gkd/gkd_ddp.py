@@ -2,13 +2,14 @@
 
 Paper:  Agarwal et al. 2023, arXiv 2306.13649 - Eq. 1 generalized JSD, Eq. 4 mix of on- and off-policy data.
 Run:    torchrun --nproc_per_node=2 gkd/gkd_ddp.py   edit the constants below, or pass --learning_rate 2e-5
-        accelerate launch --num_processes 2 gkd/gkd_ddp.py    (several machines: gspo/README.md)
+        accelerate launch --num_processes 2 gkd/gkd_ddp.py    (several machines: docs/gpus.md)
 Costs:  those of gkd.py per GPU, for its share of the prompts (gkd/README.md)
 Dims:   P prompts, G completions per prompt, B = P*G / ranks, m sequences in one forward, C completion tokens,
         R values reported
 
-Every rank samples and trains on its share of the step's prompts; DistributedDataParallel averages gradients. Each has a
-copy of the teacher, or asks the same server. All ranks take the same steps; what can fail on one alone ends all.
+Every rank samples and trains on its share of the step's prompts; gradients are added up once per optimizer step. Each
+has a copy of the teacher, or asks the same server. All ranks take the same steps; what can fail on one alone ends all.
+With --fsdp true the student's weights, gradients and optimizer are sharded over the ranks (docs/gpus.md).
 """
 
 import sys
@@ -240,8 +241,8 @@ def main(cfg: Config) -> None:
     require(rows >= cfg.num_minibatches, f"num_minibatches = {cfg.num_minibatches}",
             f"must be at most the {rows} completions of a rank", "lower it, or raise batch_size")  # fmt: skip
     devices.limit_memory(gpus.all, cfg.memory_limit)
-    planned = plan.require_fit(cfg, gpus, ranks=num_ranks)
     resumed = checkpoint.find(cfg.out_dir, cfg.resume)
+    planned = plan.require_fit(cfg, gpus, ranks=num_ranks)
     set_seed(cfg.seed + rank)
     source = str(resumed or cfg.student_model)
     tokenizer, model = models.load_policy(source, home, cfg.dtype, cfg.gradient_checkpointing, lora.options(cfg))

@@ -237,8 +237,8 @@ def main(cfg: Config) -> None:
             "set ROLLOUT_GPU_IDS at the top of the script")  # fmt: skip
     home = gpus.student[0]
     devices.limit_memory(gpus.all, cfg.memory_limit)
-    planned = plan.require_fit(cfg, gpus)
     resumed = checkpoint.find(cfg.out_dir, cfg.resume)
+    planned = plan.require_fit(cfg, gpus)
     set_seed(cfg.seed)
     source = str(resumed or cfg.student_model)
     tokenizer, model = models.load_policy(source, home, cfg.dtype, cfg.gradient_checkpointing, lora.options(cfg))

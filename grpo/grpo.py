@@ -235,8 +235,8 @@ def main(cfg: Config) -> None:
     gpus = devices.layout(POLICY_GPU_IDS, REFERENCE_GPU_ID, REWARD_GPU_ID, cfg.device)
     home = gpus.policy[0]
     devices.limit_memory(gpus.all, cfg.memory_limit)
-    planned = plan.require_fit(cfg, gpus)
     resumed = checkpoint.find(cfg.out_dir, cfg.resume)
+    planned = plan.require_fit(cfg, gpus)
     set_seed(cfg.seed)
     source = str(resumed or cfg.policy_model)
     tokenizer, model = models.load_policy(source, home, cfg.dtype, cfg.gradient_checkpointing, lora.options(cfg))

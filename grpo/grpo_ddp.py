@@ -2,11 +2,12 @@
 
 Papers: GRPO 2402.03300 (Eq. 3), and the losses of DAPO 2503.14476, Dr. GRPO 2503.20783 and CISPO 2506.13585.
 Run:    torchrun --nproc_per_node=2 grpo/grpo_ddp.py   edit the constants below, or pass --learning_rate 2e-6
-        accelerate launch --num_processes 2 grpo/grpo_ddp.py    (several machines: gspo/README.md)
+        accelerate launch --num_processes 2 grpo/grpo_ddp.py    (several machines: docs/gpus.md)
 Costs:  those of gspo/gspo_ddp.py; not measured apart from it
 Dims:   P prompts, G completions per prompt, B = P*G / ranks, m sequences in one forward, C completion tokens
 
-Every rank samples, scores and trains on its share of the step's prompts; DistributedDataParallel averages gradients.
+Every rank samples, scores and trains on its share of the step's prompts; gradients are added up once per optimizer step.
+With --fsdp true weights, gradients and optimizer are sharded over the ranks (docs/gpus.md).
 All ranks take the same steps, whatever the data, and meet once in each; what can fail on one rank alone ends all.
 """
 
@@ -249,8 +250,8 @@ def main(cfg: Config) -> None:
     require(cfg.reward_patience < 60 * TIMEOUT_MINUTES, f"reward_patience = {cfg.reward_patience} s",
             f"ranks wait {TIMEOUT_MINUTES} minutes for one another", "lower it, or raise TIMEOUT_MINUTES")  # fmt: skip
     devices.limit_memory(gpus.all, cfg.memory_limit)
-    planned = plan.require_fit(cfg, gpus, ranks=num_ranks)
     resumed = checkpoint.find(cfg.out_dir, cfg.resume)
+    planned = plan.require_fit(cfg, gpus, ranks=num_ranks)
     set_seed(cfg.seed + rank)
     source = str(resumed or cfg.policy_model)
     tokenizer, model = models.load_policy(source, home, cfg.dtype, cfg.gradient_checkpointing, lora.options(cfg))

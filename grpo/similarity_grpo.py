@@ -318,8 +318,8 @@ def main(cfg: Config) -> None:
             cfg.similarity_max_tokens, cfg.similarity_batch, cfg.similarity_offload,
         )  # fmt: skip
     devices.limit_memory(gpus.all, cfg.memory_limit)
-    planned = plan.require_fit(cfg, gpus, ranks=num_ranks, embedder=embed.devices)
     resumed = checkpoint.find(cfg.out_dir, cfg.resume)
+    planned = plan.require_fit(cfg, gpus, ranks=num_ranks, embedder=embed.devices)
     threshold = similarity.Threshold(cfg.similarity_threshold, checkpoint.notes(resumed).get("cosine_quantiles", ()))
     set_seed(cfg.seed + rank)
     source = str(resumed or cfg.policy_model)

@@ -498,9 +498,9 @@ def planned_gib(script: str, arguments: list[str], ranks: int, setting: Setting)
         ranks: processes.
         setting: with the length of the prompts.
     """
-    module, cfg = layouts.load(script, arguments)
-    if pick_device(cfg.device).type == "cpu":
+    if pick_device(setting.device).type == "cpu":
         return None
+    module, cfg = layouts.load(script, arguments)
     roles = layouts.all_ranks(module, cfg, ranks)
     planned = plan.of(cfg, roles, ranks=ranks, prompt_tokens=setting.prompt_tokens)
     limit = cfg.memory_limit * devices.GIB or torch.cuda.get_device_properties(0).total_memory
@@ -745,12 +745,12 @@ def report(results: list[dict]) -> str:
     taught = any(result["setting"]["teacher"] for result in results)
     names = ("wall", "rollout", "score", *["teacher"] * taught, "similarity", "logprobs", "update")
     phases = {phase: f"seconds_{phase}" for phase in names}
-    memory = {"GiB": "memory_gib", "planned": "planned_gib"}
+    memory = {"GiB": "memory_gib"}
     if taught:
         memory |= {"above resident": "above_resident_gib", "loss GiB": "loss_memory_gib", "at once": "forward_tokens"}
     columns = {"cycle": "seconds", **phases, "decode/s": "decode_tokens_per_second", "roofline": "roofline_share",
                "tokens/s": "tokens_per_second", "seq/s": "sequences_per_second", "MFU": "mfu",
-               "length": "completion_length", **memory,
+               "length": "completion_length", **memory, "planned": "planned_gib",
                "first": "seconds_first_step", "start": "seconds_start"}  # fmt: skip
     forms = {"decode/s": ",.0f", "tokens/s": ",.0f", "roofline": ".1%", "MFU": ".1%", "at once": ",.0f"}
     rows = [["setting", *columns]]

@@ -237,7 +237,8 @@ def test_a_script_is_watched_from_the_teacher_to_the_optimizer(monkeypatch):
                 for _ in range(2):
                     steps(fake, 9, 6)
                     assert optimizer.step(1.0) == 1.0
-            assert log._max == found and log._sums.keys() == {f"seconds_{x}" for x in ("rollout", "teacher", "update")}
+            timed = {f"seconds_{x}" for x in ("rollout", "teacher", "update")}
+            assert log._max == found and {name for name, _ in log._sums} == timed
             assert devices.peak_memory_gib(log.gpus) == ([30.0] if found else [])
     assert own == (metrics.Log.time, optim.AdamW.step, devices.peak_memory_gib)
 

@@ -222,16 +222,29 @@ def test_print_main_prints(capsys):
     assert capsys.readouterr() == ("step 3\n", "rollout: fast\n")
 
 
-@pytest.mark.parametrize(("backend", "expected"), [("nccl", ["destroyed"]), ("gloo", ["met", "exit 0"]), (None, [])])
-def test_shutdown_ends_the_group_of_gpus_and_the_process_of_gloo(monkeypatch, backend, expected):
+@pytest.mark.parametrize(("several", "expected"), [(True, ["met", "exit 75"]), (False, [])])
+def test_shutdown_meets_the_others_and_ends_the_process(monkeypatch, several, expected):
     calls = []
-    monkeypatch.setattr(dist, "is_initialized", lambda: backend is not None)
-    monkeypatch.setattr(dist, "get_backend", lambda: backend)
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroyed"))
-    monkeypatch.setattr(dist, "barrier", lambda: calls.append("met"))
+    monkeypatch.setattr(dist, "is_initialized", lambda: several)
+    monkeypatch.setattr(distributed, "gather_objects", lambda value: calls.append("met"))
     monkeypatch.setattr(os, "_exit", lambda code: calls.append(f"exit {code}"))
-    distributed.shutdown()
+    distributed.shutdown(75)
     assert calls == expected
+
+
+def test_processes_meet_over_both_networks(monkeypatch):
+    """GPUs over NCCL, and what hosts decide on over gloo: no GPU is waited for."""
+    calls = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: calls.append((backend, timeout.seconds)))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(device))
+    gpu = torch.device("cuda", 1)
+    distributed.start(gpu, 2)
+    assert calls == []  # one process alone
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    distributed.start(gpu, 2)
+    distributed.start(torch.device("cpu"), 3)
+    assert calls == [gpu, ("cpu:gloo,cuda:nccl", 120), ("gloo", 180)]
 
 
 def test_unwrap_finds_the_model_under_every_wrapper():

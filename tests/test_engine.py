@@ -315,7 +315,7 @@ def as_on_gpu(monkeypatch):
     under_capture = []
 
     @contextmanager
-    def capture_into(graph, pool=None, capture_error_mode="global"):
+    def capture_into(graph, stream, pool=None, capture_error_mode="global"):
         under_capture.append(graph)
         yield
         under_capture.pop()

@@ -6,8 +6,8 @@ Run:    torchrun --nproc_per_node=2 grpo/grpo_ddp.py   edit the constants below,
 Costs:  those of gspo/gspo_ddp.py; not measured apart from it
 Dims:   P prompts, G completions per prompt, B = P*G / ranks, m sequences in one forward, C completion tokens
 
-Every rank samples, scores and trains on its share of the step's prompts; gradients are added up once per optimizer step.
-With --fsdp true weights, gradients and optimizer are sharded over the ranks (docs/gpus.md).
+Every rank samples, scores and trains on its share of the step's prompts; once per optimizer step gradients are added
+up. With --fsdp true weights, gradients and optimizer are sharded over the ranks (docs/gpus.md).
 All ranks take the same steps, whatever the data, and meet once in each; what can fail on one rank alone ends all.
 """
 

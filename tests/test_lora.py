@@ -680,3 +680,21 @@ def test_a_run_with_adapters_is_resumed_exactly(launcher, tmp_path):
     weights = [load_file(run.out_dir / "checkpoint-000004" / "adapter_model.safetensors") for run in (whole, again)]
     assert len(weights[0]) == 2 * 14
     assert_equal_weights(*weights)
+
+
+@pytest.mark.parametrize(
+    ("one", "script", "ranks"),
+    [("gspo", "gspo_ddp", 2), ("gspo", "gspo_multigpu", 1), ("grpo", "grpo_ddp", 2), ("gkd", "gkd_ddp", 2)],
+)
+def test_every_script_trains_the_same_adapters(launcher, model_folders, one, script, ranks):
+    options = dict(lora_rank=4, steps=2, eval_every=0, learning_rate=1e-3, optimizer_offload="rollout")
+    first, other = launcher.trained(one, **options), launcher.trained(script, ranks, **options)
+    files = [run.out_dir / run.checkpoints[-1] / "adapter_model.safetensors" for run in (first, other)]
+    saved, again = map(load_file, files)
+    assert saved.keys() == again.keys()
+    for name in saved:
+        torch.testing.assert_close(again[name], saved[name], rtol=0, atol=2e-5)
+    moved = [name for name in saved if "lora_B" in name and saved[name].abs().max() > 1e-4]
+    assert len(moved) == 14  # they begin at 0
+    source = json.loads((files[1].parent / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert source == str(model_folders["qwen2"])

@@ -415,3 +415,13 @@ def test_a_run_goes_on(launcher, tmp_path, script, on_two):
         assert said in run.output
     assert run.samples == usual.samples
     assert_close(run, usual, metrics=2e-3, weights=1e-5)
+
+
+def test_one_rank_runs_out_of_memory_and_the_other_does_not(launcher, tmp_path):
+    usual = launcher.trained("gspo_ddp", 2, steps=3)
+    there = INJECTION.replace("if size > 40", "if distributed.rank() == 1 and size > 40")
+    there = there.replace("if b > 4", "if distributed.rank() == 1 and b > 4")
+    copied = launcher.copy("gspo_ddp", REWARD, {"from common.config import require\n": there})
+    run = launcher.run(copied, tmp_path / "run", 2, micro_batch_tokens=1000, steps=3).succeeded()
+    assert "rank 1: out of memory with micro-batches of" in run.output and "rank 0: out of" not in run.output
+    assert_close(run, usual, metrics=2e-3, weights=1e-5)

@@ -238,7 +238,7 @@ class _Divergence(torch.autograd.Function):
         ctx.save_for_backward(grad_NH, grad_VH, grad_V, largest / scale)
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden_NH, weight_VH, bias_V)]
         ctx.mark_non_differentiable(values_6N)
-        return (values_6N[0] * weights_N).sum()[None], values_6N
+        return (values_6N[0] * weights_N).sum(0, keepdim=True), values_6N
 
     @staticmethod
     @torch.autograd.function.once_differentiable

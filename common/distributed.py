@@ -49,6 +49,16 @@ def start(device: torch.device, timeout_minutes: float) -> tuple[int, int]:
     return rank(), num_ranks()
 
 
+def shards(cfg: Any) -> bool:
+    """Whether a script is to shard what it trains: its option `fsdp`, or a launcher that was told to.
+
+    Args:
+        cfg: a Config; one without that option does not shard.
+    """
+    launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
+    return hasattr(cfg, "fsdp") and (cfg.fsdp or launched)
+
+
 def rank() -> int:
     """Number of this process, 0 in a single process; before the process group starts, what torchrun says."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", 0))
@@ -68,17 +78,6 @@ def print_main(*values: Any, file: TextIO | None = None) -> None:
     """
     if rank() == 0:
         print(*values, file=file, flush=True)
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The transformers model inside DistributedDataParallel, DataParallel and LogProbs: for rollout and save only."""
-    while True:
-        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            model = model.module
-        elif any(kind.__name__ == "LogProbs" for kind in type(model).__mro__):  # imported, it would import this
-            model = model.model
-        else:
-            return model
 
 
 def gather_objects(value: Any) -> list[Any]:
@@ -130,6 +129,9 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _sum_bucket(gradients: list[torch.Tensor]) -> None:
+    if len(gradients) == 1 and gradients[0].is_contiguous():  # such as the embedding's: no copy of the largest one
+        dist.all_reduce(gradients[0])
+        return
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat)
     for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common import head, logprobs, lora, optim, shapes
+from common import distributed, head, logprobs, lora, optim, shapes
 from common.devices import GIB
 from common.engine import KEEP_SHARE, PREFILL_TOKENS
 
@@ -173,7 +173,7 @@ class Run:
             self.visual = min(longest, most if visual_tokens is None else visual_tokens)
 
         self.rank, self.bits = option("lora_rank", 0), option("load_bits", 0)
-        self.shards = ranks if option("fsdp", False) else 1
+        self.shards = ranks if distributed.shards(cfg) else 1
         frozen = shape.vision if option("freeze_vision", False) else 0
         self.trained = shape.per_rank * self.rank if self.rank else shape.params - frozen
         linear = shape.linear * (BYTES[self.bits] if self.bits else self.size)
@@ -209,6 +209,14 @@ class Run:
         if self.teacher:
             self._teacher(gpus, own, process["teacher"])
 
+    def minibatch(self, num_gpus: int) -> int:
+        """Tokens at most of an optimizer step on one GPU.
+
+        Args:
+            num_gpus: of one process, that share its part of the step.
+        """
+        return -(-self.rows // (self.cfg.num_minibatches * num_gpus)) * self.sequence
+
     def _weights(self, gpu: Gpu) -> None:
         """Of the model that is trained."""
         # an idle student waits in CPU memory while the teacher works
@@ -223,7 +231,7 @@ class Run:
     def _update(self, gpu: Gpu, num_gpus: int) -> None:
         """Forward and backward passes on one of several GPUs."""
         cfg, shape, size = self.cfg, self.shape, self.size
-        minibatch = -(-self.rows // (cfg.num_minibatches * num_gpus)) * self.sequence
+        minibatch = self.minibatch(num_gpus)
         tokens = max(self.sequence, min(cfg.micro_batch_tokens, minibatch))
         if (self.has_kl or self.optimizer_steps > 1) and (not self.distilled or cfg.loss == "opd"):
             gpu.add("score", **self._forward(shape, num_gpus))  # log-probabilities that do not come with the loss

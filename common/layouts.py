@@ -52,7 +52,8 @@ def load(path: str | Path, argv: Sequence[str] = ()) -> tuple[ModuleType, Any]:
         The module, and an instance of its Config.
 
     Raises:
-        ValueError: there is no such file, or it is no training script; nothing of it was executed then.
+        ValueError: there is no such file, or it is no training script: nothing of it was executed then. Or it is a copy
+            that does not find the clone it was taken from.
         SystemExit: flags that the script refuses, with its own message.
     """
     path = Path(path)
@@ -63,7 +64,10 @@ def load(path: str | Path, argv: Sequence[str] = ()) -> tuple[ModuleType, Any]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where dataclasses look for the types of fields
     with _run_as(path, argv):
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except StopIteration as error:  # of the line that searches upwards for common/
+            raise ValueError(f"script = '{path}': must stand inside the clone; copy it back there") from error
         return module, config.parse(module.Config, argv)
 
 
@@ -115,16 +119,29 @@ def roles(module: ModuleType, cfg: Any, ranks: int = 1, local_rank: int = 0) -> 
     everything = own
     if hasattr(module, "ROLLOUT_GPU_IDS") and trained == "policy":
         everything = tuple(dict.fromkeys((*own, *reference, *reward)))
-    found = {trained: own, "rollout": _numbers(module, "ROLLOUT_GPU_IDS", everything)}
+    places = {trained: own, "reference": reference, "reward": reward}
+    places["rollout"] = _numbers(module, "ROLLOUT_GPU_IDS", everything)
+    name = "TEACHER_GPU_IDS" if hasattr(module, "TEACHER_GPU_IDS") else "TEACHER_GPU_ID"
+    places["teacher"] = _numbers(module, name, own[:1])
+    places["embedder"] = _numbers(module, "SIMILARITY_GPU_IDS", own[:1])
+    return {role: places[role] for role in role_names(cfg)}
+
+
+def role_names(cfg: Any) -> list[str]:
+    """The roles that a configuration has, the one that is trained first.
+
+    Args:
+        cfg: the Config of a script.
+    """
+    found = ["student" if hasattr(cfg, "student_model") else "policy", "rollout"]
     if getattr(cfg, "kl_coef", 0) > 0 and not getattr(cfg, "lora_rank", 0):  # else the weights without adapters
-        found["reference"] = reference
+        found.append("reference")
     if getattr(cfg, "reward_model", "") and not getattr(cfg, "reward_url", ""):
-        found["reward"] = reward
+        found.append("reward")
     if hasattr(cfg, "teacher_model") and not getattr(cfg, "teacher_url", ""):
-        name = "TEACHER_GPU_IDS" if hasattr(module, "TEACHER_GPU_IDS") else "TEACHER_GPU_ID"
-        found["teacher"] = _numbers(module, name, own[:1])
+        found.append("teacher")
     if getattr(cfg, "embedding_model", ""):
-        found["embedder"] = _numbers(module, "SIMILARITY_GPU_IDS", own[:1])
+        found.append("embedder")
     return found
 
 

@@ -83,6 +83,12 @@ def check(cfg: Any) -> None:
         "weights in few bits cannot be trained",
         "set lora_rank, or leave load_bits at 0",
     )
+    require(
+        not bits or not getattr(cfg, "param_offload", False),
+        f"load_bits = {bits}, param_offload = True",
+        "weights in few bits stay on the GPU",
+        "leave one of them off",
+    )
     if not rank:
         return
     names = getattr(cfg, "lora_targets", ALL)
@@ -308,14 +314,15 @@ def _wrap(model: PreTrainedModel, config: Any) -> nn.Module:
     dtype = model.get_output_embeddings().weight.dtype
     config.fan_in_fan_out = any(isinstance(m, Conv1D) for m in model.get_decoder().modules())
     device = model.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
+    every = range(torch.cuda.device_count()) if device.type == "cuda" else []  # manual_seed seeds them all
+    with torch.random.fork_rng(every), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks for an attribute that transformers renamed
         torch.manual_seed(SEED)
         model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     for p in model.parameters():
         if p.requires_grad:  # beside weights of few bits they would be fp32
             p.data = p.data.to(dtype)
-    model.get_input_embeddings().register_forward_hook(_track)
+    model.tracking = model.get_input_embeddings().register_forward_hook(_track)
     return model
 
 
@@ -428,6 +435,7 @@ def merge(model: nn.Module) -> PreTrainedModel:
             "load the model without load_bits")  # fmt: skip
     for layer in layers:
         _merge(layer)
+    model.tracking.remove()
     return model.unload().requires_grad_(True)
 
 

@@ -1,4 +1,4 @@
-"""What happens when a GPU's memory does not suffice: the work is done again in smaller pieces, and nothing is skipped.
+"""When a GPU's memory does not suffice, forward and backward passes and rollouts are done again in smaller pieces.
 
 A step that is computed again gives what it would have given in smaller pieces from the beginning: gradients and numbers
 of the failed attempt are thrown away, and log-probabilities that it had found are found again.

@@ -222,6 +222,18 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) ->
     return sorted(ids)
 
 
+@contextmanager
+def same_numbers(device: torch.device) -> Iterator[None]:
+    """Random numbers that are the same on every rank, whose seeds differ: new weights must begin equal.
+
+    Args:
+        device: where they are drawn, besides the CPU.
+    """
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        yield
+
+
 def repair_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
     """Gives the tokenizer a pad token that is not its end token, and says so.
 
@@ -239,7 +251,8 @@ def repair_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -
         tokenizer.add_special_tokens({"pad_token": free[0] if free else "<|pad|>"})
         print_main(f"pad token was {before!r}, the end token {tokenizer.eos_token!r}: now {tokenizer.pad_token!r}")
     if tokenizer.pad_token_id >= model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(len(tokenizer))
+        with same_numbers(model.device):
+            model.resize_token_embeddings(len(tokenizer))
     model.config.get_text_config().pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
 
 
@@ -254,6 +267,13 @@ def replicate(model: PreTrainedModel, devices: Sequence[torch.device], trained: 
     Returns:
         One model per device; `refresh` copies the weights again after an update.
     """
+    few = getattr(getattr(model, "config", None), "quantization_config", None)
+    require(
+        len(devices) == 1 or not getattr(few, "load_in_8bit", False),
+        "load_bits = 8 on several GPUs of one process",
+        "bitsandbytes cannot copy weights of 8 bits that have been used",
+        "set load_bits to 4, or take the script for torchrun",
+    )
     replicas = [model]
     for number, device in enumerate(devices[1:], 1):
         moved: dict[int, Any] = {}  # straight to their device, by identity: beside the model there may be no room

@@ -359,7 +359,7 @@ class AdamW:
         place = param.device_mesh, param.placements
         shape = dict(run_check=False, shape=param.shape, stride=param.stride())
         whole = DTensor.from_local(own.to(self._device), *place, **shape).full_tensor()
-        return whole.cpu() if dist.get_rank() == 0 else whole
+        return whole.cpu() if dist.get_rank() == 0 else whole.new_empty(0)  # on other ranks it would only take memory
 
     def _part(self, i: int, whole: torch.Tensor) -> torch.Tensor:
         """What this rank has of the tensor that belongs to parameter i."""

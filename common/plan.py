@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from common import advice, devices, distributed, lora, shapes
+from common import advice, devices, distributed, layouts, lora, shapes, sharding
 from common.config import require
 from common.devices import GIB
 from common.footprint import USABLE, Gpu, Roles, Run
@@ -40,6 +40,7 @@ class Plan:
         gpus: by number, as the process sees them.
         host: pinned CPU memory of all processes here, without what adapters are merged into.
         longest: tokens of the longest prompt.
+        minibatch: tokens at most that a GPU trains on in an optimizer step.
         capacity: bytes of each GPU that the run can have; empty: unknown.
         host_capacity: bytes of CPU memory.
         given: arguments of `of`, to plan again with other settings.
@@ -52,6 +53,7 @@ class Plan:
     gpus: dict[int, Gpu]
     host: int
     longest: int
+    minibatch: int
     given: dict[str, Any]
     capacity: dict[int, float] = dataclasses.field(default_factory=dict)
     host_capacity: float = math.inf
@@ -74,10 +76,11 @@ class Plan:
             **changes: fields of the Config.
 
         Raises:
-            ValueError: the Config refuses them.
+            ValueError: the Config refuses them, or the script at its start.
         """
-        with contextlib.redirect_stdout(io.StringIO()):  # its warnings have been printed once
+        with contextlib.redirect_stdout(io.StringIO()):  # warnings have been printed once
             cfg = dataclasses.replace(self.cfg, **changes)
+            sharding.wanted(cfg)
         return dataclasses.replace(of(cfg, **self.given), capacity=self.capacity, host_capacity=self.host_capacity)
 
     def peak(self, number: int) -> int:
@@ -126,15 +129,18 @@ class Plan:
             capacity: as in `fits`.
 
         Returns:
-            The largest micro_batch_tokens that fit, up to the tokens of a step; 0: not even one sequence. And the
+            The largest micro_batch_tokens that fit, up to those of a minibatch; 0: not even one sequence. And the
             completions, batch_size * group_size, that all GPUs here decode at once; of more, some wait for their turn.
         """
         plan = self if capacity is None else self.within(capacity)
-        tokens, most = 0, 1 << (plan.step_tokens - 1).bit_length()
-        for size in (2**k for k in range((plan.sequence - 1).bit_length(), most.bit_length())):
-            if not plan.but(micro_batch_tokens=size).fits():
-                break
-            tokens = size
+        tokens = 0
+        for start in (plan.sequence, plan.cfg.micro_batch_tokens):
+            size = min(start, plan.minibatch)
+            while plan.but(micro_batch_tokens=size).fits():
+                tokens = max(tokens, size)
+                if size == plan.minibatch:
+                    break
+                size = min(2 * size, plan.minibatch)
         groups = [gpu.room(plan.capacity.get(i, math.inf)) for i, gpu in plan.gpus.items() if gpu.groups]
         return tokens, sum(groups) * self.cfg.group_size
 
@@ -144,9 +150,18 @@ class Plan:
         return self.longest + self.cfg.max_new_tokens
 
     @property
-    def step_tokens(self) -> int:
-        """Tokens of a step at most, over all ranks."""
-        return self.cfg.batch_size * self.cfg.group_size * self.sequence
+    def processes(self) -> list[Roles]:
+        """The roles of each process that was planned."""
+        roles = self.given["roles"]
+        return [roles] if isinstance(roles, Mapping) else list(roles)
+
+    def teacher_alone(self) -> bool:
+        """Whether a teacher, without anything else, is more than its GPUs hold."""
+        for i in self.processes[0].get("teacher", ()):
+            held = self.gpus[i].always["teacher"] + self.gpus[i].phases["teacher"]["teacher"]
+            if held > USABLE * self.capacity.get(i, math.inf):
+                return True
+        return False
 
     def __str__(self) -> str:
         """The table, a line for each GPU."""
@@ -220,8 +235,7 @@ def of(
         on_gpu: whether the run is on GPUs, or everything is on the CPU, which counts as GPU 0.
 
     Raises:
-        ValueError: a model cannot be found.
-        OSError: its config cannot be read.
+        ValueError: a model cannot be found, or not be used.
     """
     given = dict(roles=roles, ranks=ranks, model=model, prompt_tokens=prompt_tokens, visual_tokens=visual_tokens,
                  on_gpu=on_gpu)  # fmt: skip
@@ -233,7 +247,14 @@ def of(
     gpus = {i: Gpu() for i in sorted({i for process in processes for ids in process.values() for i in ids})}
     for process in processes:
         run.add(gpus, process)
-    return Plan(name, cfg, shape, run.trained, gpus, len(processes) * math.ceil(run.host), run.longest, given)
+    trains = len(processes[0].get("student") or processes[0]["policy"])
+    host = len(processes) * math.ceil(run.host)
+    return Plan(name, cfg, shape, run.trained, gpus, host, run.longest, run.minibatch(trains), given)
+
+
+def host_bytes() -> int:
+    """CPU memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def require_fit(
@@ -270,7 +291,7 @@ def require_fit(
     try:
         plan = of(cfg, numbers, ranks=ranks, model=model, prompt_tokens=prompt_tokens, visual_tokens=visual_tokens,
                   on_gpu=on_gpu)  # fmt: skip
-    except Exception as error:  # whatever is wrong with a model, loading it says it better
+    except (OSError, ValueError, AttributeError) as error:  # what is wrong with a model, loading it says better
         plan = f"no plan of memory: {type(error).__name__}: {error}"
         distributed.print_main(plan)
         return plan
@@ -281,7 +302,8 @@ def require_fit(
         return plan
     # what this process holds already is in the plan
     capacity = {i: devices.free_bytes(d) + torch.cuda.memory_allocated(d) for i, d in places.items()}
-    plan = plan.within(capacity, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    plan = plan.within(capacity, host_bytes() / here)  # of one process, as the plan is
     distributed.print_main(plan)
     if plan.fits():
         return plan
@@ -296,8 +318,9 @@ def require_fit(
     value = f"GPU {fullest}: the smallest micro-batch needs about {smallest.peak(fullest) / GIB:.1f} GiB"
     rule = f"{USABLE * plan.capacity[fullest] / GIB:.1f} GiB can be used"
     if smallest.load(fullest) <= 1:
-        value = f"optimizer_offload or param_offload: {smallest.pinned / GIB:.1f} GiB of CPU memory for all processes"
-        rule = f"this machine has {plan.host_capacity / GIB:.1f}"
+        pinned = here * smallest.pinned / GIB
+        value = f"optimizer_offload or param_offload: {pinned:.1f} GiB of CPU memory for all processes"
+        rule = f"this machine has {host_bytes() / GIB:.1f}"
     if getattr(cfg, "force", False):
         distributed.print_main(f"warning: {value}, {rule}; starting all the same, as force says")
         return plan
@@ -307,17 +330,15 @@ def require_fit(
 
 def _roles(cfg: Any, gpus: Any, more: Mapping[str, Sequence]) -> Iterator[tuple[str, Sequence[torch.device]]]:
     """The devices of each role that this configuration has, from the layout of a script."""
-    trained = "student" if hasattr(cfg, "student_model") else "policy"
     everything = list(gpus) if isinstance(gpus, Sequence) else None
+    trained, *others = layouts.role_names(cfg)
     own = everything or getattr(gpus, trained)
     yield trained, own
-    yield "rollout", everything or getattr(gpus, "rollout", None) or own
-    if getattr(cfg, "kl_coef", 0) > 0 and not getattr(cfg, "lora_rank", 0):
-        yield "reference", own[:1] if everything else (gpus.reference,)
-    if getattr(cfg, "reward_model", "") and not getattr(cfg, "reward_url", ""):
-        yield "reward", own[:1] if everything else (gpus.reward,)
-    if hasattr(cfg, "teacher_model") and not cfg.teacher_url:
-        yield "teacher", everything or gpus.teacher
-    if getattr(cfg, "embedding_model", "") and "embedder" not in more:
-        yield "embedder", own[:1]
-    yield from more.items()
+    for role in others:
+        if role in ("rollout", "teacher"):
+            yield role, everything or getattr(gpus, role, None) or own
+        elif role == "embedder":
+            yield role, more.get(role, own[:1])
+        else:
+            yield role, own[:1] if everything else (getattr(gpus, role),)
+    yield from ((role, where) for role, where in more.items() if role not in others)

@@ -1,6 +1,8 @@
 """The shape of a model, from its config file alone: nothing is downloaded but that, and no weight is allocated."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from common import images, lora, models
+from common.config import require
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Shape:
         hidden: width of the hidden states.
         queries: width of all query heads together.
         keys: width of all keys and values together.
-        inner: width inside the feed-forward part.
+        inner: width inside the feed-forward part; of a mixture of experts, that of all which a token goes through.
         vocabulary: rows of the output head.
         levels: of features that an image has in the decoder; 0 for a model without images.
     """
@@ -72,28 +75,30 @@ def of(name: str, kind: str = "policy", targets: str = lora.ALL) -> Shape:
         targets: which layers get adapters, as in `lora.targets`.
 
     Raises:
-        ValueError: there is no such model, or one that the scripts could not load.
-        OSError: its config cannot be read.
+        ValueError: there is no such model, its config cannot be read, or the scripts could not load it.
     """
     source = name if Path(name).is_file() else models.find(name)
     if kind == "embedder" and Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         source = str(next(Path(source).glob("*/config.json"), source))  # sentence-transformers has a folder per module
     elif Path(source).is_dir():
         source = base(source)
-    try:  # without a network, to ask the hub about what is there already would take long
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
-    except OSError:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    model = _empty(config, kind)
-    sizes = {id(p): p.numel() for p in model.parameters()}
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    with _named(name, kind):
+        try:  # without a network, to ask the hub about what is there already would take long
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
+        except OSError:
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        model = _empty(config, kind)
+        text = config.get_text_config()
+        heads, layers = text.num_attention_heads, text.num_hidden_layers
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        embedding = model.get_input_embeddings().weight
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    inner = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size
-    embedding = model.get_input_embeddings().weight
+    sizes = {id(p): p.numel() for p in model.parameters()}
     head, adapted, is_vlm = None, [], images.is_vlm(config)
     if kind == "policy":
+        causal = [m.is_causal for m in model.modules() if hasattr(m, "is_causal")]
+        require(not causal or any(causal), f"model {name!r}: {type(model).__name__}", "an encoder, whose tokens see "
+                "those after them, cannot write", "give a causal language model")  # fmt: skip
         head = model.get_output_embeddings().weight
         chosen = set(lora.targets(model, targets))
         adapted = [m.weight for name, m in model.named_modules() if name in chosen]
@@ -111,11 +116,11 @@ def of(name: str, kind: str = "policy", targets: str = lora.ALL) -> Shape:
         linear=sum(weight.numel() for weight in linear if weight is not head),
         adapted=sum(weight.numel() for weight in adapted),
         per_rank=sum(sum(weight.shape) for weight in adapted),
-        layers=text.num_hidden_layers,
+        layers=layers,
         hidden=text.hidden_size,
         queries=heads * head_dim,
         keys=2 * kv_heads * head_dim,
-        inner=inner,
+        inner=_inner(text),
         vocabulary=embedding.shape[0] if head is None else head.shape[0],
         levels=1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ()) if is_vlm else 0,
     )
@@ -135,6 +140,29 @@ def base(source: str) -> str:
     """
     name = lora.base_of(source)
     return source if name is None else base(models.find(name))
+
+
+@contextlib.contextmanager
+def _named(name: str, kind: str) -> Iterator[None]:
+    """Errors about a config in one line that says whose it is."""
+    try:
+        yield
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:  # as transformers raises them
+        said = (str(error).splitlines() or [""])[0].strip().rstrip(".")
+        said = said if len(said) <= 200 else f"{said[:200]} ..."
+        wanted = {"policy": "causal language model", "reward": "sequence classifier", "embedder": "text encoder"}[kind]
+        remedy = f"give a {wanted}: a hub id, a folder with config.json, or the path of that file"
+        raise ValueError(f"model {name!r}: {said}; {remedy}") from error
+
+
+def _inner(text: PretrainedConfig) -> int:
+    """Width inside the feed-forward part, as a token sees it."""
+    plain = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size
+    experts = getattr(text, "num_experts_per_tok", None)
+    if not experts:
+        return plain
+    shared = getattr(text, "shared_expert_intermediate_size", None) or 0
+    return experts * (getattr(text, "moe_intermediate_size", None) or plain) + shared
 
 
 def _empty(config: PretrainedConfig, kind: str) -> PreTrainedModel:

@@ -7,13 +7,12 @@ So a run takes 16 bytes per parameter divided by the ranks, and 2 bytes more on 
 """
 
 import copy
-import os
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common import distributed
@@ -31,8 +30,7 @@ def wanted(cfg: Any) -> bool:
     Raises:
         ValueError: it cannot.
     """
-    launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
-    if not (cfg.fsdp or launched):
+    if not distributed.shards(cfg):
         return False
     given = "fsdp = True" if cfg.fsdp else "ACCELERATE_USE_FSDP = true"
     require(cfg.dtype != "fp16", f"{given}, dtype = 'fp16'", "shards are fp32, layers bf16 or fp32",
@@ -44,6 +42,8 @@ def wanted(cfg: Any) -> bool:
             "leave one of them off")  # fmt: skip
     require(not getattr(cfg, "param_offload", False), f"{given}, param_offload = True", "shards stay where they are",
             "leave one of them off")  # fmt: skip
+    if distributed.num_ranks() == 1:
+        print(f"{given}: there is one process, so nothing is sharded")
     return distributed.num_ranks() > 1
 
 
@@ -68,7 +68,13 @@ def shard_frozen(policy: LogProbs, device: torch.device) -> None:
     Args:
         policy: as in `shard`.
         device: of this rank.
+
+    Raises:
+        ValueError: the model is on another device.
     """
+    where = policy.model.device
+    require(where == device, f"REFERENCE_GPU_ID: the reference is on {where}", "with fsdp every rank has a part of it",
+            "set REFERENCE_GPU_ID to None")  # fmt: skip
     _shard(policy, device, policy.model.dtype, policy.model.dtype)
 
 
@@ -76,7 +82,8 @@ def _shard(policy: LogProbs, device: torch.device, compute: torch.dtype, storage
     mesh = init_device_mesh(device.type, (distributed.num_ranks(),))
     # reshard: what stays gathered would not be gathered again, and be the weights of before the update
     how = dict(mesh=mesh, reshard_after_forward=True)
-    how["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    # inputs as they are: what a loss is given beside tokens, weights and log-probabilities of a teacher, is fp32
+    how["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     blocks = [m for m in policy.model.get_decoder().modules() if isinstance(m, GradientCheckpointingLayer)]
     if policy.compiled:  # hooks that gather weights stay outside of what is compiled, or they would break it up
         for block in blocks:
@@ -103,11 +110,6 @@ def gather(model: nn.Module, whole: nn.Module) -> None:
         return
     for parts, target in zip(model.parameters(), whole.parameters(), strict=True):
         target.copy_(parts.to(target.dtype).full_tensor())
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 has sharded a module: its forward pass is one of all ranks together."""
-    return isinstance(module, FSDPModule)
 
 
 def even(minibatches: list[list[RolloutBatch]]) -> None:

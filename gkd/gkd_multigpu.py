@@ -272,6 +272,7 @@ def main(cfg: Config) -> None:
         min_p=cfg.min_p, suppressed_ids=range(shared, num_ids), rollout_batch=cfg.rollout_batch, compile=cfg.compile,
     )  # fmt: skip
     start, position = checkpoint.load(resumed, optimizer, cfg) if resumed else (0, 0)
+    models.refresh(replicas)
     if start >= cfg.steps:
         print(f"{resumed} has all {cfg.steps} steps: raise steps to go on, or give another out_dir")
     prompts = data.PromptStream(train_examples, cfg.batch_size, cfg.seed, position)
@@ -280,7 +281,7 @@ def main(cfg: Config) -> None:
         recipe = offpolicy.recipe(teacher, train_examples, cfg.seed, cfg.seq_kd_temperature, cfg.max_new_tokens)
         teacher_answers = offpolicy.TeacherAnswers(cfg.seq_kd_cache or cfg.out_dir, teacher, recipe)
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
-    student_memory = offload.Offload(model)
+    student_memory = [offload.Offload(replica) for replica in trained]
     if cfg.param_offload:
         teacher.offload()
     done, position = start, prompts.position
@@ -342,14 +343,15 @@ def main(cfg: Config) -> None:
                 with log.time("offload"):
                     if not gpus.rollout:  # copies on GPUs of their own keep their cache, and may be at work
                         sampler.release()
-                    log.add(offloaded_gib_student=student_memory.off())
+                    log.add(offloaded_gib_student=sum(part.off() for part in student_memory))
                     teacher.onload()
             with log.time("teacher"):
                 teacher.fill(micros, budget.tokens)
             if cfg.param_offload:
                 with log.time("offload"):
                     log.add(offloaded_gib_teacher=teacher.offload())
-                    student_memory.on()
+                    for part in student_memory:
+                        part.on()
             with log.time("score"):
                 completions, rewards_B = scoring.result()
             log.add_batch(batch)

@@ -265,7 +265,7 @@ def main(cfg: Config) -> None:
         frozen = models.load_frozen(checkpoint.reference(resumed, cfg), gpus.reference, cfg.dtype)
         reference = logprobs.LogProbs(frozen, cfg.temperature, cfg.compile)
         if sharded:
-            sharding.shard_frozen(reference, gpus.reference)
+            sharding.shard_frozen(reference, home)
     if cfg.reward_model:
         judge = rewards.RewardModel(cfg.reward_model, gpus.reward, models.pick_dtype(cfg.dtype, gpus.reward))
     if cfg.reward_url:

@@ -317,7 +317,7 @@ def main(cfg: Config) -> None:
             embedder.fetch(cfg.embedding_model), devices.role("SIMILARITY_GPU_IDS", SIMILARITY_GPU_IDS, home),
             cfg.similarity_max_tokens, cfg.similarity_batch, cfg.similarity_offload,
         )  # fmt: skip
-    devices.limit_memory(gpus.all, cfg.memory_limit)
+    devices.limit_memory([*gpus.all, *embed.devices], cfg.memory_limit)
     resumed = checkpoint.find(cfg.out_dir, cfg.resume)
     planned = plan.require_fit(cfg, gpus, ranks=num_ranks, embedder=embed.devices)
     threshold = similarity.Threshold(cfg.similarity_threshold, checkpoint.notes(resumed).get("cosine_quantiles", ()))
@@ -334,7 +334,7 @@ def main(cfg: Config) -> None:
         frozen = models.load_frozen(checkpoint.reference(resumed, cfg), gpus.reference, cfg.dtype)
         reference = logprobs.LogProbs(frozen, cfg.temperature, cfg.compile)
         if sharded:
-            sharding.shard_frozen(reference, gpus.reference)
+            sharding.shard_frozen(reference, home)
     if cfg.reward_model:
         judge = rewards.RewardModel(cfg.reward_model, gpus.reward, models.pick_dtype(cfg.dtype, gpus.reward))
     if cfg.reward_url:

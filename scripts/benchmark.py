@@ -849,4 +849,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the scripts that it started must not stay on the GPUs
     sys.exit(main())

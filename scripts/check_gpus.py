@@ -6,10 +6,11 @@ Run:   python scripts/check_gpus.py                                       what i
        python scripts/check_gpus.py --bandwidth                           and how fast the GPUs copy
 Options, before the script: --bandwidth, --no-probe, --timeout SECONDS.
 
-It loads no model. Several ranks add up 64 MiB over NCCL, or gloo on CPUs, and the sum is checked. The exit code is 0 if
-the script could start, 1 if not: then the last lines say why and what to change. Other processes on a GPU are a
-warning. The number below "GPU" is the one that the process uses; "nvidia-smi" is the card, which CUDA_VISIBLE_DEVICES
-renumbers. What is printed where cards 2 and 3 are given to two ranks, and the second is in use:
+It loads no model. Several ranks add up 64 MiB over NCCL, or gloo on CPUs, and the sum is checked. Exit code: 0 the
+script could start, 1 it could not, and the last lines say why and what to change, 2 a wrong command line. Other
+processes on a GPU are a warning. The number below "GPU" is the one that the process uses; "nvidia-smi" is the card,
+which CUDA_VISIBLE_DEVICES renumbers. What is printed where cards 2 and 3 are given to two ranks, and the second is in
+use:
 
     rank  local rank  of  host   pid   CUDA_VISIBLE_DEVICES  GPUs  current  torch         CUDA  driver
     0     0           2   node1  4121  2,3                   2     cuda:0   2.11.0+cu130  13.0  580.95.05

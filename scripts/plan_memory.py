@@ -6,18 +6,24 @@
 
 After the script come its own flags, as it takes them. A model may also be a folder with nothing but its config.json, or
 the path of that file. Rules of thumb such as 4 prompts x 8 completions from 48 GB on are only that: the last lines say
-what fits. Exit code: 0 it fits, 1 it does not, 2 a wrong option, or no GPU to compare with.
+what fits. CPU memory, which offloaded state and models take, is compared with this machine's, or with --cpu-gib 64.
+Exit code: 0 it fits, 1 it does not, 2 a wrong option, or no GPU to compare with.
 """
 
 import argparse
+import contextlib
+import io
+import math
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import devices, layouts, plan
+from common import advice, devices, layouts, plan, sharding
 from common.config import require
 from common.devices import GIB
 
@@ -33,16 +39,23 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-        usage="%(prog)s SCRIPT [flags of the script] [--gpu-gib GIB] [--ranks N]",
+        usage="%(prog)s SCRIPT [flags of the script] [--gpu-gib GIB] [--cpu-gib GIB] [--ranks N]",
     )  # fmt: skip
     parser.add_argument("--gpu-gib", "--gpu_gib", type=float, action="append", default=[], metavar="GIB", help="memory "
                         "of each GPU, or once for each of them (default: what is free on those here)")  # fmt: skip
+    parser.add_argument("--cpu-gib", "--cpu_gib", type=float, metavar="GIB", help="CPU memory (default: "
+                        "this machine's, if its GPUs are asked about)")  # fmt: skip
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="processes that torchrun starts here")
     own, rest = parser.parse_known_args(argv)
     if not rest or rest[0].startswith("-"):
         parser.error("which training script? Give its path first, then its flags")
-    module, cfg = layouts.load(rest[0], rest[1:])
     try:
+        for name, given in (("gpu", own.gpu_gib), ("cpu", [] if own.cpu_gib is None else [own.cpu_gib])):
+            for gib in given:
+                require(0 < gib < math.inf, f"--{name}-gib {gib}", "must be a number above 0", "give the GiB that are "
+                        "there, 24 for instance")  # fmt: skip
+        module, cfg = layouts.load(rest[0], rest[1:])
+        startable(module, cfg, own.ranks)
         roles = layouts.all_ranks(module, cfg, own.ranks)
         # built-in models of a script's own
         model = module.toys.find(cfg.policy_model) if hasattr(module, "toys") else ""
@@ -61,9 +74,34 @@ def main(argv: Sequence[str]) -> int:
         print(planned)
         print("no GPU here to compare with: --gpu-gib 24 asks about cards of that size")
         return 2
-    planned = planned.within(capacity)
+    here = math.inf if own.gpu_gib else plan.host_bytes()
+    host = here if own.cpu_gib is None else own.cpu_gib * GIB
+    planned = planned.within(capacity, host)
     print(planned)
-    return verdict(planned)
+    start = f"torchrun --nproc_per_node={own.ranks}" if own.ranks > 1 else "python"
+    return verdict(planned, f"{start} {shlex.join(rest)}")
+
+
+def startable(module: Any, cfg: Any, ranks: int) -> None:
+    """Requires what the script does at its start: the ranks share the prompts of a step evenly.
+
+    Args:
+        module: of the script.
+        cfg: its Config.
+        ranks: processes.
+
+    Raises:
+        ValueError: the script would refuse to start.
+    """
+    require(ranks >= 1, f"--ranks {ranks}", "must be at least 1", "give the number of processes, one for each GPU")
+    if layouts.is_per_rank(module):
+        require(cfg.batch_size % ranks == 0, f"batch_size = {cfg.batch_size}", f"must be a multiple of the {ranks} "
+                "ranks", f"{ranks * max(1, cfg.batch_size // ranks)} would do")  # fmt: skip
+        rows = cfg.batch_size * (1 if getattr(cfg, "off_policy", False) else cfg.group_size) // ranks
+        require(rows >= cfg.num_minibatches, f"num_minibatches = {cfg.num_minibatches}",
+                f"must be at most the {rows} completions of a rank", "lower it, or raise batch_size")  # fmt: skip
+    with contextlib.redirect_stdout(io.StringIO()):  # it knows of one process
+        sharding.wanted(cfg)
 
 
 def sizes(given: list[float], planned: plan.Plan, cfg: object) -> dict[int, float]:
@@ -83,7 +121,7 @@ def sizes(given: list[float], planned: plan.Plan, cfg: object) -> dict[int, floa
     numbers = sorted(planned.gpus)
     limit = getattr(cfg, "memory_limit", 0.0) * GIB or float("inf")
     if given:
-        require(min(given) > 0 and len(given) in (1, len(numbers)), f"--gpu-gib {' '.join(map(str, given))}",
+        require(len(given) in (1, len(numbers)), f"--gpu-gib {' '.join(map(str, given))}",
                 f"must be one size, or one for each of the GPUs {', '.join(map(str, numbers))}", "change it, --ranks, "
                 "or the GPU numbers at the top of the script")  # fmt: skip
         each = given * len(numbers) if len(given) == 1 else given
@@ -94,23 +132,33 @@ def sizes(given: list[float], planned: plan.Plan, cfg: object) -> dict[int, floa
     return {i: min(devices.free_bytes(torch.device("cuda", i)), limit) for i in numbers if found}
 
 
-def verdict(planned: plan.Plan) -> int:
+def verdict(planned: plan.Plan, command: str) -> int:
     """Prints whether a plan fits, how much more would, or what to change.
 
     Args:
         planned: for GPUs of known size.
+        command: that starts the run.
 
     Returns:
         The exit code.
     """
     if not planned.fits():
-        advice = planned.advice()
-        print(f"it does not fit; {advice}")
-        if advice.changes:
-            print(f"then {_most(advice.plan)}")
+        better = planned.advice()
+        print(f"it does not fit; {better}")
+        if better.changes:
+            print(f"    {command} {advice.flags(better.changes)}")
+            print(f"then {_most(better.plan)}")
+            _unknown(better.plan)
         return 1
     print(f"it fits; {_most(planned)}")
+    _unknown(planned)
     return 0
+
+
+def _unknown(planned: plan.Plan) -> None:
+    """Says that CPU memory was not compared, where that matters."""
+    if planned.pinned and planned.host_capacity == math.inf:
+        print("CPU memory is not compared: --cpu-gib 64 asks about a machine with 64 GiB of it")
 
 
 def _most(planned: plan.Plan) -> str:

@@ -246,7 +246,7 @@ def test_a_weight_of_zero_takes_a_token_out():
 def test_gradients_grow_with_the_loss_and_add_up_over_micro_batches():
     student, teacher = model_of("qwen2"), model_of("wide", 1)
     loss, _, found, _, weights = trained(student, teacher)
-    same, _, larger, _, _ = trained(student, teacher, factor=3.0)  # as under DistributedDataParallel
+    same, _, larger, _, _ = trained(student, teacher, factor=3.0)
     assert torch.equal(same, loss)
     assert_same_gradients(larger, {name: 3 * gradient for name, gradient in found.items()}, atol=1e-6)
     student.zero_grad()

@@ -13,10 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import build_model
-from torch import nn
 
 from common import checkpoint, distributed, logprobs, losses
-from common.distributed import OutageError, any_rank, gather_objects, num_ranks, rank, sum_over_ranks, together, unwrap
+from common.distributed import OutageError, any_rank, gather_objects, num_ranks, rank, sum_over_ranks, together
 
 ROOT = Path(distributed.__file__).resolve().parents[1]
 TIME_LIMIT = 120  # seconds, for both processes together; a hang would take the 30 minutes of the process group
@@ -86,9 +85,8 @@ for checkpointing in (False, True):
     if checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    policy = torch.nn.parallel.DistributedDataParallel(logprobs.LogProbs(model, 1.0), broadcast_buffers=False)
-    assert distributed.unwrap(policy) is model
-    backward_of_rank(policy, number)
+    backward_of_rank(logprobs.LogProbs(model, 1.0), number)
+    distributed.sum_gradients(model.parameters())
     torch.save({n: p.grad for n, p in model.named_parameters()}, f"{folder}/gradient-{number}-{checkpointing}.pt")
     optim.AdamW(model, 1e-2).step(1.0)
     torch.save({n: p.data for n, p in model.named_parameters()}, f"{folder}/weights-{number}-{checkpointing}.pt")
@@ -120,11 +118,8 @@ def loss_of_rows(policy, rows) -> torch.Tensor:
 
 def backward_of_rank(policy, number) -> None:
     """One of two ranks: every other row, in three forwards or in two; the last one of rank 1 holds rows 5 and 7."""
-    *parts, last = torch.arange(number, 8, 2).split([1, 1, 2] if number == 0 else [2, 2])
-    with policy.no_sync():
-        for rows in parts:
-            (loss_of_rows(policy, rows) * 2).backward()  # DistributedDataParallel takes the mean over ranks
-    (loss_of_rows(policy, last) * 2).backward()
+    for rows in torch.arange(number, 8, 2).split([1, 1, 2] if number == 0 else [2, 2]):
+        loss_of_rows(policy, rows).backward()
 
 
 @pytest.fixture(scope="module")
@@ -245,20 +240,6 @@ def test_processes_meet_over_both_networks(monkeypatch):
     distributed.start(gpu, 2)
     distributed.start(torch.device("cpu"), 3)
     assert calls == [gpu, ("cpu:gloo,cuda:nccl", 120), ("gloo", 180)]
-
-
-def test_unwrap_finds_the_model_under_every_wrapper():
-    model = build_model("qwen2")
-    policy = logprobs.LogProbs(model, 1.0)
-    for wrapped in (
-        model,
-        policy,
-        nn.DataParallel(policy),
-        nn.DataParallel(model),
-        nn.DataParallel(nn.DataParallel(policy)),
-    ):
-        assert unwrap(wrapped) is model
-    assert unwrap(nn.DataParallel(policy)).config.vocab_size == 64
 
 
 # --- two processes ---

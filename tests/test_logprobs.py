@@ -764,7 +764,7 @@ def test_an_all_masked_micro_batch_gives_zero_loss_and_zero_gradients(model_fold
     loss = loss + losses.aggregate(losses.kl_estimate(logps, torch.zeros_like(logps), "k3"), batch.completion_mask,
                                    "seq_mean", 1)  # fmt: skip
     assert loss.item() == 0.0 and not entropy.any()
-    loss.backward()  # DistributedDataParallel waits for every gradient: None would hang it
+    loss.backward()
     for name, p in model.named_parameters():
         assert p.grad is not None, name
         assert torch.equal(p.grad, torch.zeros_like(p)), name

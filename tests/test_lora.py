@@ -463,6 +463,7 @@ def test_without_lora_adapters_become_part_of_an_ordinary_model(family, saved, m
     tokenizer, model = load_policy(str(saved[family]), CPU, "fp32")
     assert type(model) is type(base) and not hasattr(model, "peft_config")
     assert model.training and all(p.requires_grad for p in model.parameters())
+    assert not model.get_input_embeddings()._forward_hooks
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in base.named_parameters()]
     torch.testing.assert_close(logits(model), logits(with_adapters), atol=1e-4, rtol=0)
     assert (logits(model) - logits(base)).abs().max() > 0.1
@@ -606,6 +607,7 @@ def test_evaluate_and_sample_take_a_folder_of_adapters(saved, sums_file, capsys)
     ({"lora_rank": 4, "lora_alpha": 0.0}, "lora_alpha = 0.0: must be above 0"),
     ({"lora_rank": 4, "load_bits": 3}, "load_bits = 3: must be 0, 4 or 8"),
     ({"load_bits": 4}, "load_bits = 4, lora_rank = 0: .*cannot be trained; set lora_rank"),
+    ({"lora_rank": 4, "load_bits": 8, "param_offload": True}, "load_bits = 8, param_offload = True: .*stay on the GPU"),
     ({"lora_rank": 4, "lora_targets": " , "}, "lora_targets = ' , ': must name layers"),
     ({"lora_rank": 4, "reference_refresh": 2}, "the reference is the policy without adapters"),
     ({"lora_rank": 4, "fsdp": True}, "with LoRA that is little; leave one off"),

@@ -3,6 +3,7 @@
 import json
 import socket
 import time
+import types
 
 import huggingface_hub.constants
 import pytest
@@ -299,6 +300,28 @@ def test_a_pad_token_beyond_the_embedding_gets_a_row():
     assert tokenizer.pad_token_id == model.config.pad_token_id == 10
     assert model(input_ids=torch.tensor([[10, 2]])).logits.shape == (1, 2, 11)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_a_new_row_is_the_same_on_every_rank():
+    rows, drawn = [], []
+    for rank in range(2):
+        tokenizer = make_tokenizer(WORDS, eos_token="<eos>", pad_token="<pad>")
+        model = sized_model(10)
+        torch.manual_seed(rank)
+        repair_padding(tokenizer, model)
+        rows.append(model.get_input_embeddings().weight[10])
+        drawn.append(torch.rand(1))
+        torch.manual_seed(rank)
+        assert torch.equal(torch.rand(1), drawn[-1])  # and what is drawn afterwards is as before
+    assert torch.equal(*rows) and not torch.equal(*drawn)
+
+
+def test_weights_of_8_bits_are_not_copied():
+    model = sized_model(10)
+    model.config.quantization_config = types.SimpleNamespace(load_in_8bit=True)
+    assert replicate(model, [CPU]) == [model]
+    with pytest.raises(ValueError, match=r"load_bits = 8 on several GPUs of one process: .*set load_bits to 4"):
+        replicate(model, [CPU, CPU])
 
 
 def test_a_sound_pad_token_is_left_alone(capsys):

@@ -38,6 +38,7 @@ PUBLISHED = {
     "0.5b": text("qwen2", 151936, 896, 4864, 24, 14, 2, True),
     "1.5b": text("qwen2", 151936, 1536, 8960, 28, 12, 2, True),
     "7b": text("qwen2", 152064, 3584, 18944, 28, 28, 4, False),
+    "70b": text("llama", 128256, 8192, 28672, 80, 64, 8, False),
     "smollm2": text("llama", 49152, 576, 1536, 30, 9, 3, True),
     "tiny": text("qwen2", 64, 32, 64, 2, 4, 2, True),
     "3b-vl": vlm("3b"),
@@ -80,6 +81,35 @@ def test_parameters_are_those_of_the_published_models(models):
     assert torch.equal(torch.get_rng_state(), state)
     assert shape.levels == 1 and shape.params - shape.vision == 3_085_938_688 and shape.vision > 6e8
     assert shapes.of(models["7b"] + "/config.json") == shapes.of(models["7b"])
+
+
+def test_a_token_goes_through_a_few_experts(tmp_path):
+    def inner(kind: str, **more) -> int:
+        config = text(kind, 64, 32, 64, 1, 4, 2, False) | more
+        (tmp_path / f"{kind}.json").write_text(json.dumps(config))
+        return shapes.of(str(tmp_path / f"{kind}.json")).inner
+
+    assert inner("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48) == 2 * 48
+    assert inner("mixtral", num_local_experts=4, num_experts_per_tok=3) == 3 * 64
+    shared = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=40)
+    assert inner("qwen2_moe", **shared) == 2 * 16 + 40
+
+
+BAD_CONFIGS = [
+    (dict(model_type="bert"), "BertLMHeadModel: an encoder"),
+    (dict(model_type="t5"), "for this kind of AutoModel: AutoModelForCausalLM; give a causal language model: a hub id"),
+    (dict(hidden_size=8), "Should have a `model_type` key in its config.json; give a causal"),
+    (dict(model_type="nosuch"), "has model type `nosuch`"),
+]
+
+
+@pytest.mark.parametrize(("config", "said"), BAD_CONFIGS)
+def test_what_is_wrong_with_a_model_is_one_line_with_its_name(tmp_path, config, said):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"^model ") as raised:
+        shapes.of(str(tmp_path))
+    message = str(raised.value)
+    assert str(tmp_path) in message and said in message and "\n" not in message and len(message) < 500
 
 
 def test_a_tiny_model_takes_what_the_plan_says(models):
@@ -316,10 +346,85 @@ def test_advice_begins_with_what_costs_least(models):
     sharded = first(40, fsdp=True, policy_model=models["7b"])  # which adapters cannot be
     assert sharded["lora_rank"] and sharded["fsdp"] is False
     assert list(first(80, policy_model=models["7b"], gradient_checkpointing=True)) == ["optimizer_offload"]
-    assert "nothing helps: with --" in str(planned("gspo/gspo.py", policy_model=models["7b"]).advice(4 * GIB))
+    # shards and recomputed activations before small micro-batches, each of which would gather all layers again
+    assert first(24) == {"gradient_checkpointing": True, "fsdp": True}
     # known prompts are cut as others are
     run = planned("gspo/gspo.py", policy_model=models["1.5b"], prompt_tokens=300)
     assert run.but(max_prompt_tokens=200).longest == 200 and run.but(max_prompt_tokens=400).longest == 300
+
+
+def test_small_micro_batches_come_after_all_else_that_changes_no_result(models):
+    options = dict(max_new_tokens=64, max_prompt_tokens=64, num_minibatches=1)
+    run, sizes = planned("gspo/gspo.py", policy_model=models["1.5b"], **options), set()
+    for gib in (8.25, 8.5, 8.75, *range(9, 45, 3)):
+        changes = run.advice(gib * GIB).changes
+        if "lora_rank" in changes:
+            continue
+        sizes.add(changes.get("micro_batch_tokens", 8192))
+        if changes.get("micro_batch_tokens", 8192) < 8192 / 4:
+            assert changes["gradient_checkpointing"] and changes["optimizer_offload"] == "always"
+    assert {8192, 4096, 2048} <= sizes and min(sizes) < 2048
+
+
+def test_advice_counts_cpu_memory(models):
+    run = planned("gspo/gspo_ddp.py", 4, policy_model=models["1.5b"], dtype="fp16").within(24 * GIB)
+    advice = run.advice()
+    state = 4 * 12 * shapes.of(models["1.5b"]).params
+    assert advice.changes["optimizer_offload"] == "always" and advice.plan.pinned == state
+    assert str(advice).endswith(f"GiB and {state / GIB:.1f} GiB of CPU memory")
+    short = run.within(24 * GIB, host=60 * GIB).advice()
+    assert "optimizer_offload" not in short.changes and short.plan.fits()
+    # one process of four, as a script asks for it
+    _, cfg = layouts.load(ROOT / "gspo/gspo_ddp.py", ["--policy_model", models["1.5b"], "--dtype", "fp16"])
+    assert str(plan.of(cfg, {"policy": (0,)}, ranks=4).advice(24 * GIB)).endswith("GiB of CPU memory for each process")
+
+
+NO_SHARDS = [dict(dtype="fp16"), dict(kl_coef=0.1, reference_refresh=5)]
+
+
+@pytest.mark.parametrize("options", NO_SHARDS)
+def test_what_the_script_would_refuse_is_not_advised(models, options):
+    run = planned("gspo/gspo_ddp.py", 2, policy_model=models["1.5b"], **options)
+    for gib in (12, 24, 30):
+        assert "fsdp" not in run.advice(gib * GIB).changes
+    with pytest.raises(ValueError, match="fsdp = True"):
+        run.but(fsdp=True)
+
+
+def test_a_reference_elsewhere_and_a_trained_vision_tower_are_not_sharded(models):
+    _, cfg = layouts.load(ROOT / "gspo/gspo_ddp.py", ["--policy_model", models["1.5b"], "--kl_coef", "0.1"])
+    own, apart = ([{"policy": (i,), "reference": (where or i,)} for i in range(2)] for where in (0, 2))
+    assert "fsdp" in plan.of(cfg, own, ranks=2).advice(24 * GIB).changes
+    assert "fsdp" not in plan.of(cfg, apart, ranks=2).advice(24 * GIB).changes
+    options = dict(policy_model=models["3b-vl"], batch_size=8)
+    for frozen in (True, False):
+        changes = planned("grpo/poster/poster_grpo.py", 4, freeze_vision=frozen, **options).advice(40 * GIB).changes
+        assert changes and ({"fsdp", "lora_rank"} & changes.keys() != set()) == frozen
+
+
+def test_a_teacher_waits_in_cpu_memory_or_is_served_elsewhere(models):
+    names = dict(student_model=models["1.5b"], teacher_model=models["7b"])
+    advice = planned("gkd/gkd.py", **names).advice(24 * GIB)
+    assert advice.changes["param_offload"] and advice.plan.fits() and "lora_rank" not in advice.changes
+    large = dict(student_model=models["0.5b"], teacher_model=models["70b"])
+    assert "--teacher_url" in str(planned("gkd/gkd.py", **large).advice(24 * GIB))
+    small = planned("gkd/gkd.py", student_model=models["0.5b"], teacher_model=models["0.5b"])
+    assert "nothing helps" in str(small.advice(1.5 * GIB)) and "--teacher_url" not in str(small.advice(1.5 * GIB))
+
+
+def test_where_nothing_helps_the_size_that_would_is_right(models):
+    for script, ranks, model, gib in (("gspo/gspo_ddp.py", 2, "70b", 24), ("gspo/gspo.py", 1, "7b", 4)):
+        run = planned(script, ranks, policy_model=models[model])
+        advice = run.advice(gib * GIB)
+        said = str(advice)
+        assert said.startswith("nothing helps: with --lora_rank 16 --load_bits 4") and not advice.changes
+        assert "max_new_tokens" not in said and "max_prompt_tokens" not in said
+        needed = int(said.split("take GPUs of ")[1].split(" GiB")[0])
+        assert advice.plan.fits(needed * GIB) and not advice.plan.fits((needed - 1) * GIB)
+        assert run.advice(needed * GIB).changes
+    run = planned("gspo/gspo.py", policy_model=models["1.5b"], optimizer_offload="always", lora_rank=16)
+    said = str(run.within(80 * GIB, host=2**20).advice())
+    assert said.startswith("nothing helps: ") and "it still needs" in said and "GiB of CPU memory; 0.0" in said
 
 
 def test_the_largest_micro_batch_and_the_most_completions(models):
@@ -329,6 +434,17 @@ def test_the_largest_micro_batch_and_the_most_completions(models):
     more = run.but(batch_size=completions // 8 + 8)
     assert more.gpus[0].at_once(24 * GIB) * 8 == pytest.approx(completions, abs=16 * 8)
     assert run.largest(4 * GIB)[0] == 0
+    assert run.largest(1000 * GIB)[0] == run.minibatch == 16 * 8 // 4 * 640
+
+
+@pytest.mark.parametrize("tokens", [1, 700, 3000, 8192, 10**6])
+def test_a_run_that_fits_is_never_told_to_take_less(models, tokens):
+    run = planned("gspo/gspo_ddp.py", 2, policy_model=models["0.5b"], micro_batch_tokens=tokens)
+    for gib in range(9, 30, 3):
+        there = run.within(gib * GIB)
+        most = there.largest()[0]
+        assert most <= run.minibatch and (not most or there.but(micro_batch_tokens=most).fits())
+        assert not there.fits() or most >= min(tokens, run.minibatch)
 
 
 # ---- the call in the scripts ----
@@ -384,6 +500,7 @@ def test_the_layouts_of_scripts_become_roles(models, monkeypatch):
 def test_on_the_cpu_a_line_at_most(models, capsys):
     cpu = [torch.device("cpu")]
     _, cfg = layouts.load(ROOT / "gspo/gspo.py", [])
+    capsys.readouterr()
     plan.require_fit(cfg, cpu)
     assert capsys.readouterr().out == ""
     _, cfg = layouts.load(ROOT / "gspo/gspo.py", ["--policy_model", models["0.5b"]])
@@ -407,9 +524,13 @@ def test_one_command_tells_whether_a_model_fits(models, capsys):
     out = capsys.readouterr().out
     assert "GPU 1" in out and "it does not fit; it would fit with --lora_rank 16" in out
     assert "largest" not in out and "then micro_batch_tokens can be up to" in out
-    better = [str(ROOT / argv[0]), *argv[1:], *out.split("it would fit with ")[1].split(",")[0].split()]
+    command = next(line for line in out.splitlines() if line.startswith("    torchrun --nproc_per_node=2 "))
+    better = [*command.split()[2:], *argv[3:]]
     assert plan_memory.main(better) == 0
     assert "it fits; micro_batch_tokens can be up to" in capsys.readouterr().out
+    assert plan_memory.main([*better, "--cpu-gib", "30"]) == 0 and "not compared" not in capsys.readouterr().out
+    assert plan_memory.main([*better, "--cpu-gib", "2"]) == 1  # weights that adapters are merged into are there
+    assert "which does not fit" in capsys.readouterr().out
     # a limit is a smaller card
     assert plan_memory.main([*better, "--memory_limit", "12"]) == 1
 
@@ -429,3 +550,44 @@ def test_sizes_of_cards_are_those_of_the_layout(models, capsys, monkeypatch):
         plan_memory.main(script)
     assert "2 are visible" in capsys.readouterr().err
     assert plan_memory.main([*script, "--device", "cpu"]) == 0
+
+
+def test_the_cpu_memory_of_this_machine_counts_for_its_own_gpus(models, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(devices, "free_bytes", lambda device: 80 * GIB)
+    monkeypatch.setattr(plan, "host_bytes", lambda: 16 * GIB)
+    script = [str(ROOT / "gspo/gspo.py"), "--policy_model", models["1.5b"], "--optimizer_offload", "rollout"]
+    assert plan_memory.main(script) == 1 and "pinned: 17.25, which does not fit" in capsys.readouterr().out
+    assert plan_memory.main([*script, "--cpu-gib", "20"]) == 0
+    assert plan_memory.main([*script, "--gpu-gib", "80"]) == 0
+    assert "CPU memory is not compared" in capsys.readouterr().out
+
+
+WRONG = [
+    ("--ranks 0", "--ranks 0: must be at least 1"),
+    ("--ranks -1", "--ranks -1: must be at least 1"),
+    ("--ranks 3", "batch_size = 16: must be a multiple of the 3 ranks; 15 would do"),
+    ("--ranks 16 --num_minibatches 16", "num_minibatches = 16: must be at most the 8 completions of a rank"),
+    ("--ranks 2 --fsdp true --dtype fp16", "fsdp = True, dtype = 'fp16': shards are"),
+    ("--gpu-gib nan", "--gpu-gib nan: must be a number above 0"),
+    ("--gpu-gib 0", "--gpu-gib 0.0: must be a number above 0"),
+    ("--cpu-gib 0", "--cpu-gib 0.0: must be a number above 0"),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), WRONG)
+def test_commands_that_the_script_or_the_plan_cannot_follow(models, capsys, flags, said):
+    with pytest.raises(SystemExit) as stopped:
+        plan_memory.main([str(ROOT / "gspo/gspo_ddp.py"), "--policy_model", models["0.5b"], *flags.split()])
+    captured = capsys.readouterr()
+    assert stopped.value.code == 2 and said in captured.err and captured.out == ""
+
+
+def test_what_is_no_script_of_the_clone_is_said_in_one_line(capsys, tmp_path):
+    (tmp_path / "copy.py").write_text((ROOT / "gspo/gspo.py").read_text())
+    for path, said in (("nothing.py", "must be a training script"), (str(ROOT / "gspo"), "must be a training script"),
+                       (str(ROOT / "scripts/plan_memory.py"), "must be a training script"),
+                       (str(tmp_path / "copy.py"), "must stand inside the clone")):  # fmt: skip
+        with pytest.raises(SystemExit) as stopped:
+            plan_memory.main([path, "--gpu-gib", "24"])
+        assert stopped.value.code == 2 and said in capsys.readouterr().err

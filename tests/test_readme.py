@@ -16,13 +16,14 @@ from PIL import Image
 from test_copies import fields
 from test_teacher_server import free_port, wait_for
 from torch.distributed import run as torchrun
+from transformers import Qwen2Config
 
 from common import toy
 from grpo.poster import layout, records, scorers, synthetic, toys, tricks
 
 POSTER = "grpo/poster/README.md"
 PAGES = ["README.md", "CONTRIBUTING.md", "gspo/README.md", "grpo/README.md", POSTER, "gkd/README.md", "docs/speed.md",
-         "docs/claims.md"]  # fmt: skip
+         "docs/gpus.md", "docs/claims.md"]  # fmt: skip
 LAUNCH_POSTER = "bash scripts/start_poster_training_with_reward_server.sh"
 NOT_RUN = {
     "bash scripts/test.sh": "runs these tests",
@@ -30,6 +31,7 @@ NOT_RUN = {
     "python scripts/evaluate.py runs/discount_answer0": "another like it is run; test_tools.py evaluates with samples",
     "python scripts/claims.py": "takes minutes; test_claims.py runs the exact rows",
     "python scripts/benchmark.py --setting": "needs a GPU and minutes; test_benchmark.py has small settings",
+    "sed 's/GPU_ID = 2": "copies a script for a machine with two GPUs",
     "python scripts/drop_layers.py models/smollm2": "needs that model; test_tools.py has a small one",
     "bash scripts/start_teacher.sh": "test_teacher_server.py starts and stops one",
     "python gkd/gkd.py --teacher_url": "needs that teacher; test_gkd_server.py has one",
@@ -73,8 +75,8 @@ def commands() -> list[str]:
 
 def script_in(command: str) -> str | None:
     """The training script that a command runs."""
-    found = re.search(r"\b(?:gspo|grpo|gkd)/(\w+)\.py", command)
-    return found[1] if found and command.startswith(("python", "torchrun")) else None
+    found = re.match(r"(?:python|torchrun)(?: --\S+)* (?:gspo|grpo|gkd)/(\w+)\.py", command)
+    return found[1] if found else None
 
 
 def kind(command: str) -> tuple[str, str | None]:
@@ -92,12 +94,20 @@ def repeated() -> list[str]:
     return found
 
 
-def run_forked(script: str, arguments: list[str], environment: dict[str, str], folder: Path, ranks: int = 1) -> str:
+def run_forked(
+    script: str, arguments: list[str], environment: dict[str, str], folder: Path, ranks: int = 1, code: int = 0
+) -> str:
     """What `python script arguments` prints; without the seconds that a new process needs to import everything."""
     outputs = [folder / f"printed{rank}.txt" for rank in range(ranks)]
     run = Run(fork_script(ROOT / script, arguments, outputs, environment), outputs, folder).wait(240)
-    assert run.codes == [0] * ranks, f"{script} {shlex.join(arguments)}\n{run.output}"
+    assert run.codes == [code] * ranks, f"{script} {shlex.join(arguments)}\n{run.output}"
     return run.output
+
+
+def split_command(command: str) -> tuple[str, list[str]]:
+    """Script and arguments of a command for python; what stands behind "#" is a comment."""
+    _, script, *arguments = shlex.split(command, comments=True)
+    return script, arguments
 
 
 def execute(command: list[str], environment: dict[str, str]) -> str:
@@ -216,6 +226,19 @@ def test_a_documented_command_works(command, tmp_path, environment, quickstart_r
         printed = execute(["bash", "scripts/run_gkd.sh", *options, *small], {**environment, "PATH": path})
         assert "[teacher] teacher toy: ready" in printed and "[train] student saved in" in printed
         assert (tmp_path / "run" / "checkpoint-000002" / "model.safetensors").exists()
+        return
+    if command.startswith("python scripts/check_gpus.py"):
+        gpus = torch.cuda.device_count()
+        printed = run_forked(*split_command(command), environment, tmp_path, code=int(gpus < 3))
+        assert "policy" in printed and (gpus >= 3 or f"needs 3 GPUs (ids [0, 1, 2]), {gpus} visible" in printed)
+        return
+    if command.startswith("python scripts/plan_memory.py"):  # as the page says: adapters fit, all of the weights do not
+        shape = dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+                     num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False)  # fmt: skip
+        Qwen2Config(**shape).save_pretrained(tmp_path)
+        command = command.replace("Qwen/Qwen2.5-7B-Instruct", str(tmp_path))
+        printed = run_forked(*split_command(command), environment, tmp_path, code=1)
+        assert "7.62 billion parameters" in printed and "it would fit with --lora_rank 16" in printed
         return
     command = re.sub(r"checkpoint-000\d+", "checkpoint-000002", command)
     for documented in ("runs/quickstart", "runs/gspo"):

@@ -296,7 +296,7 @@ def main(cfg: Config) -> None:
         frozen = models.load_frozen(start_model, gpus.reference, cfg.dtype)
         reference = logprobs.LogProbs(frozen, cfg.temperature, cfg.compile, suppressed_ids=suppressed)
         if sharded:
-            sharding.shard_frozen(reference, gpus.reference)
+            sharding.shard_frozen(reference, home)
     optimizer = optim.AdamW(model, cfg.learning_rate, weight_decay=cfg.weight_decay, offload=cfg.optimizer_offload)
     sampler = rollout.Sampler(
         [whole], end_ids=models.end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id,

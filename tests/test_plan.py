@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT, build_model, tiny_model
 from torch.autograd.graph import saved_tensors_hooks
 
-from common import attention, cache, devices, footprint, layouts, lora, optim, plan, shapes
+from common import attention, cache, devices, footprint, layouts, lora, optim, plan, shapes, toy
 from common.devices import GIB
 
 spec = importlib.util.spec_from_file_location("plan_memory", ROOT / "scripts" / "plan_memory.py")
@@ -500,6 +500,7 @@ def test_the_layouts_of_scripts_become_roles(models, monkeypatch):
 def test_on_the_cpu_a_line_at_most(models, capsys):
     cpu = [torch.device("cpu")]
     _, cfg = layouts.load(ROOT / "gspo/gspo.py", [])
+    toy.folder("toy")  # made once, which is said
     capsys.readouterr()
     plan.require_fit(cfg, cpu)
     assert capsys.readouterr().out == ""

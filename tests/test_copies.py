@@ -168,7 +168,7 @@ def test_what_similarity_adds_to_main_is_its_own_phase():
     one, other = (items(SCRIPTS[name])["main"].splitlines() for name in ("grpo_ddp", "similarity_grpo"))
     removed = [line[2:] for line in difflib.ndiff(one, other) if line.startswith("- ")]
     added = [line[2:] for line in difflib.ndiff(one, other) if line.startswith("+ ")]
-    assert len(removed) <= 7 and len(added) <= 21
+    assert len(removed) <= 7 and len(added) <= 22
     assert not any(word in line for line in removed for word in ("loss", "optimizer", "sampler", "prompts"))
 
 

@@ -92,6 +92,20 @@ def test_offloading_changes_nothing(launcher):
         assert line["seconds_offload"] > 0
 
 
+def test_every_replica_of_the_student_leaves_for_the_teacher(launcher, tmp_path):
+    home = "    home = gpus.student[0]\n"
+    two = {home: home + "    gpus = devices.DistillationLayout((home, home), None, gpus.teacher)\n"}
+    one = launcher.trained("gkd", **SEQ_KD)
+    script = launcher.copy("gkd_multigpu", edits=two)
+    other = launcher.run(script, tmp_path / "run", param_offload=True, **SEQ_KD).succeeded()
+    size = sum(p.numel() for p in build_model("qwen2").parameters()) * 4 / 2**30
+    assert [line["offloaded_gib_student"] for line in other.steps] == pytest.approx([2 * size] * len(one.steps))
+    for line, expected in zip(other.steps, one.steps, strict=True):  # sums are rounded elsewhere
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+    for name, weight in other.weights().items():
+        torch.testing.assert_close(weight, one.weights()[name], rtol=0, atol=1e-4)
+
+
 def test_a_copy_that_samples_is_as_good_as_the_student(launcher, tmp_path):
     one = launcher.trained("gkd", **MIXED)
     other = launcher.run(launcher.copy("gkd_multigpu", edits=SEPARATE), tmp_path / "run", **MIXED).succeeded()

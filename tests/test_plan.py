@@ -460,6 +460,15 @@ def start(models, monkeypatch, gib, model="1.5b", script="gspo/gspo.py", **optio
     return plan.require_fit(cfg, devices.Layout((gpu,), gpu, gpu))
 
 
+def test_cpu_memory_is_that_of_all_processes_of_the_machine(models, monkeypatch):
+    monkeypatch.setattr(plan, "host_bytes", lambda: 40 * GIB)
+    options = dict(script="gspo/gspo_ddp.py", optimizer_offload="always")  # 17.3 GiB for each process
+    start(models, monkeypatch, 80, **options)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match=r"69\.0 GiB of CPU memory for all processes: this machine has 40\.0"):
+        start(models, monkeypatch, 80, **options)
+
+
 def test_a_run_that_cannot_fit_is_refused_with_what_to_change(models, monkeypatch, capsys):
     with pytest.raises(ValueError, match=r"about 2\d\.\d GiB: 22\.8 GiB can be used; it would fit with --micro"):
         start(models, monkeypatch, 24)

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from common import attention, devices, lora, sampling
+from common import attention, devices, merging, sampling
 from common.cache import FlashCache, SdpaCache, Space
 from common.head import vocabulary_logits, wide_weight
 from common.images import Images
@@ -229,7 +229,7 @@ class Engine:
         """Caches on the attention modules, eval mode, LoRA merged; all of it is taken back, also on errors."""
         with ExitStack() as stack:
             stack.enter_context(eval_mode(self.model))
-            stack.enter_context(lora.merged(self.model))
+            stack.enter_context(merging.merged(self.model))
             for module, (keys, values) in zip(self.modules, self.cache.pools, strict=True):
                 module.rl_keys, module.rl_values = keys, values
                 stack.callback(lambda module=module: [delattr(module, name) for name in ("rl_keys", "rl_values")])

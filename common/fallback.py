@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
-from common import lora, sampling
+from common import merging, sampling
 from common.engine import CHECK_EVERY, NOT_FINITE
 from common.head import vocabulary_logits, wide_weight
 from common.images import Images
@@ -89,7 +89,7 @@ def _decode(
     weight, head_device = wide_weight(model), model.get_output_embeddings().weight.device  # a model may be spread
     check_every = CHECK_EVERY if device.type == "cuda" else 1
 
-    with eval_mode(model), lora.merged(model):
+    with eval_mode(model), merging.merged(model):
         # the prompt is read once per group; its keys and values are then repeated
         places = prompt_mask.long().cumsum(-1) - 1  # -1 where there is padding
         next_positions = prompt_lengths

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common import distributed, head, logprobs, lora, optim, shapes
+from common import distributed, head, logprobs, merging, optim, shapes
 from common.devices import GIB
 from common.engine import KEEP_SHARE, PREFILL_TOKENS
 
@@ -111,7 +111,7 @@ class Gpu:
         Args:
             capacity: bytes that the run can have.
         """
-        return self.copy if self.copy <= lora.ROOM * (capacity - self.always.total()) else 0
+        return self.copy if self.copy <= merging.ROOM * (capacity - self.always.total()) else 0
 
     def parts(self, phase: str, capacity: float = math.inf) -> Counter:
         """Bytes of a phase by what they are for, without what is always there.

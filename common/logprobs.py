@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from common import attention, lora, memory
+from common import attention, memory, merging
 from common.head import token_logps, vocabulary_logits
 from common.images import Images, join
 
@@ -177,7 +177,7 @@ class LogProbs(nn.Module):
 
     def _hidden(self, **given: Any) -> torch.Tensor:
         """What the last layer of the decoder gives."""
-        with nullcontext() if self.adapters else lora.off(self.model):
+        with nullcontext() if self.adapters else merging.off(self.model):
             return self.model.get_decoder()(**given).last_hidden_state
 
 

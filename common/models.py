@@ -21,7 +21,7 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging
 
-from common import images, logprobs
+from common import images, logprobs, merging
 from common import lora as adapters
 from common.config import require
 from common.distributed import print_main
@@ -364,7 +364,7 @@ def _read(name: str, dtype: torch.dtype, bits: int = 0, **options: Any) -> PreTr
     source = find(name)
     base = adapters.base_of(source)
     if base:
-        return adapters.merge(adapters.wrap_saved(_read(base, dtype, bits, **options), source))
+        return merging.merge(adapters.wrap_saved(_read(base, dtype, bits, **options), source))
     if bits:
         options["quantization_config"] = adapters.quantization(bits, dtype)
     # rotary positions are an fp32 product, of which TF32 would keep 11 bits: positions above 2,048 would be rounded

@@ -12,7 +12,7 @@ from conftest import ROOT, assert_equal_weights, build_model, build_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from common import checkpoint, logprobs, lora, models, optim, rollout
+from common import checkpoint, logprobs, lora, merging, models, optim, rollout
 from common.lora import Options
 from common.models import load_frozen, load_policy
 
@@ -191,23 +191,23 @@ def test_off_leaves_everything_as_it_was_also_after_an_error(model_folders):
     frozen = next(p for p in model.parameters() if p.requires_grad)
     frozen.requires_grad_(False)  # by somebody, for some reason
     wanted, on = [p.requires_grad for p in model.parameters()], logits(model)
-    with pytest.raises(ZeroDivisionError), lora.off(model):
-        with lora.off(model):
+    with pytest.raises(ZeroDivisionError), merging.off(model):
+        with merging.off(model):
             assert torch.equal(logits(model), logits(base))
         assert torch.equal(logits(model), logits(base))  # the inner one leaves it off
         assert [p.requires_grad for p in model.parameters()] == wanted
         raise ZeroDivisionError
     assert torch.equal(logits(model), on) and not torch.equal(on, logits(base))
     assert [p.requires_grad for p in model.parameters()] == wanted
-    with lora.off(base):
+    with merging.off(base):
         pass
 
 
 def test_there_is_no_reference_while_adapters_are_in_the_weights(saved):
     model = reload(saved["qwen2"], Options(4, 8.0))
-    with lora.merged(model), pytest.raises(RuntimeError, match="merged into the weights"), lora.off(model):
+    with merging.merged(model), pytest.raises(RuntimeError, match="merged into the weights"), merging.off(model):
         pytest.fail("entered")
-    with lora.off(model):
+    with merging.off(model):
         pass
 
 
@@ -265,7 +265,7 @@ def test_adapters_are_in_the_weights_meanwhile_and_the_weights_come_back(family,
     before, logits = contents(model), model(input_ids=IDS).logits
     with model.disable_adapter():
         without = model(input_ids=IDS).logits
-    with lora.merged(model):
+    with merging.merged(model):
         merged = model(input_ids=IDS).logits
         places = {name: place for name, (place, _) in contents(model).items()}
         assert places == {name: place for name, (place, _) in before.items()}
@@ -276,14 +276,14 @@ def test_adapters_are_in_the_weights_meanwhile_and_the_weights_come_back(family,
     assert (logits - without).abs().max() > 3 * atol
     assert_unchanged(model, before)
     assert torch.equal(model(input_ids=IDS).logits, logits)  # the adapters are active again
-    with lora.merged(model):
+    with merging.merged(model):
         assert torch.equal(model(input_ids=IDS).logits, merged)
 
 
 def test_weights_come_back_after_an_error_too():
     model = adapted("qwen2", torch.bfloat16)
     before, logits = contents(model), model(input_ids=IDS).logits
-    with pytest.raises(ZeroDivisionError), lora.merged(model):
+    with pytest.raises(ZeroDivisionError), merging.merged(model):
         raise ZeroDivisionError
     assert_unchanged(model, before)
     assert torch.equal(model(input_ids=IDS).logits, logits)
@@ -298,7 +298,7 @@ def test_weights_come_back_when_an_adapter_cannot_be_merged(monkeypatch):
         raise ZeroDivisionError
 
     monkeypatch.setattr(layers[-1], "merge", fail)  # by then the others have new tensors
-    with pytest.raises(ZeroDivisionError), lora.merged(model):
+    with pytest.raises(ZeroDivisionError), merging.merged(model):
         pytest.fail("entered")
     assert len(layers) == 4 and not any(layer.merged for layer in layers)
     assert_unchanged(model, before)
@@ -309,14 +309,14 @@ def test_adapters_that_are_merged_or_off_stay_so():
     model = adapted("qwen2")
     model.merge_adapter()
     before, logits = contents(model), model(input_ids=IDS).logits
-    with lora.merged(model):
+    with merging.merged(model):
         assert torch.equal(model(input_ids=IDS).logits, logits)
     assert_unchanged(model, before)
     assert torch.equal(model(input_ids=IDS).logits, logits)
     model.unmerge_adapter()
     model.base_model.disable_adapter_layers()
     before, logits = contents(model), model(input_ids=IDS).logits
-    with lora.merged(model):
+    with merging.merged(model):
         assert_unchanged(model, before)
         assert torch.equal(model(input_ids=IDS).logits, logits)
     assert_unchanged(model, before)
@@ -324,7 +324,7 @@ def test_adapters_that_are_merged_or_off_stay_so():
 
 def test_adapters_can_be_trained_after_they_were_merged():
     model = adapted("qwen2")
-    with lora.merged(model):
+    with merging.merged(model):
         model(input_ids=IDS)
     model(input_ids=IDS, labels=IDS).loss.backward()
     for name, p in model.named_parameters():
@@ -335,7 +335,7 @@ def test_adapters_can_be_trained_after_they_were_merged():
 def test_a_model_without_adapters_is_left_alone():
     model = build_model("qwen2")
     before = contents(model)
-    with lora.merged(model):
+    with merging.merged(model):
         assert_unchanged(model, before)
     assert_unchanged(model, before)
 
@@ -345,7 +345,7 @@ def test_the_sum_is_made_in_fp32_and_rounded_once(saved):
     layer = model.get_decoder().layers[0].mlp.down_proj
     base, a, b = layer.base_layer.weight, layer.lora_A["default"].weight, layer.lora_B["default"].weight
     before, expected = base.detach().clone(), (base.float() + 2.0 * b.float() @ a.float()).bfloat16()
-    with lora.merged(model):
+    with merging.merged(model):
         assert torch.equal(base, expected)
         with torch.no_grad():
             x = torch.randn(3, 64).bfloat16()
@@ -357,8 +357,8 @@ def test_the_sum_is_made_in_fp32_and_rounded_once(saved):
 def test_frozen_weights_are_copied_to_the_host_once(on_gpu, saved, monkeypatch):
     model, copied = reload(saved["qwen2"], Options(4, 8.0), "bf16"), []
     if on_gpu:  # where there is room, copies live for a rollout only
-        monkeypatch.setattr(lora, "_copies", lambda model, weights: [w.detach().clone() for w in weights])
-    of = lora._Copies.of
+        monkeypatch.setattr(merging, "_copies", lambda model, weights: [w.detach().clone() for w in weights])
+    of = merging._Copies.of
 
     def counted(self, weights):
         versions = self.versions
@@ -366,11 +366,11 @@ def test_frozen_weights_are_copied_to_the_host_once(on_gpu, saved, monkeypatch):
         copied.append(versions is not self.versions)
         return copies
 
-    monkeypatch.setattr(lora._Copies, "of", counted)
+    monkeypatch.setattr(merging._Copies, "of", counted)
     before = contents(model)
     sums = []
     for _ in range(3):
-        with lora.merged(model):
+        with merging.merged(model):
             sums.append(logits(model))
         assert_unchanged(model, before)
     assert torch.equal(sums[0], sums[1]) and copied == ([] if on_gpu else [True, False, False])
@@ -379,7 +379,7 @@ def test_frozen_weights_are_copied_to_the_host_once(on_gpu, saved, monkeypatch):
     with torch.no_grad():
         base.mul_(0.5)
     changed = contents(model)
-    with lora.merged(model):
+    with merging.merged(model):
         assert not torch.equal(logits(model), sums[0])
     assert_unchanged(model, changed)
     assert copied == ([] if on_gpu else [True, False, False, True])
@@ -387,7 +387,7 @@ def test_frozen_weights_are_copied_to_the_host_once(on_gpu, saved, monkeypatch):
 
 def test_copies_keep_weights_of_different_kinds_apart():
     weights = [torch.randn(3, 5), torch.randn(7).bfloat16(), torch.randn(5, 2).t(), torch.randn(2, 2).bfloat16()]
-    copies = lora._Copies(weights).of(weights)
+    copies = merging._Copies(weights).of(weights)
     for copy_of, w in zip(copies, weights, strict=True):
         assert torch.equal(copy_of, w) and copy_of.dtype == w.dtype and copy_of.data_ptr() != w.data_ptr()
 
@@ -398,7 +398,7 @@ def test_what_is_sampled_is_what_is_trained(saved):
     assert_unchanged(model, before)
     logps, _ = logprobs.LogProbs(model, 1.0)(*batch.tokens)
     torch.testing.assert_close(logps, batch.rollout_logps, rtol=0, atol=1e-4)
-    with lora.off(model):
+    with merging.off(model):
         off = packed(model)
     assert not torch.equal(off.completion_ids, batch.completion_ids)
 
@@ -662,7 +662,7 @@ def test_adapters_on_weights_of_few_bits(bits, model_folders, tmp_path):
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
     assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
     with pytest.raises(ValueError, match="cannot be merged"):
-        lora.merge(model)
+        merging.merge(model)
     lora.save(model, tmp_path)
     tokenizer.save_pretrained(tmp_path)
     assert torch.equal(logits(reload(tmp_path, Options(4, 8.0, bits=bits), "bf16")), on)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from common import attention, logprobs, lora, losses, models
+from common import attention, logprobs, losses, merging, models
 from common.engine import Engine
 from common.rollout import RolloutBatch, Sampler, assemble
 from common.sampling import Sampling
@@ -767,7 +767,7 @@ def test_adapters_are_taken_out_again_after_an_error(engine, dtype):
 
 def test_merged_adapters_does_nothing_without_adapters(policies):
     before = copy.deepcopy(policies["qwen2"].state_dict())
-    with lora.merged(policies["qwen2"]):
+    with merging.merged(policies["qwen2"]):
         pass
     assert all(torch.equal(p, before[name]) for name, p in policies["qwen2"].state_dict().items())
 

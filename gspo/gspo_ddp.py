@@ -265,6 +265,7 @@ def main(cfg: Config) -> None:
         min_p=cfg.min_p, rollout_batch=cfg.rollout_batch, compile=cfg.compile,
     )  # fmt: skip
     start, position = checkpoint.load(resumed, optimizer, cfg) if resumed else (0, 0)
+    sharding.gather(model, whole)
     if start >= cfg.steps:
         distributed.print_main(f"{resumed} has all {cfg.steps} steps: raise steps to go on, or give another out_dir")
     prompts = data.PromptStream(train_examples, cfg.batch_size, cfg.seed, position, rank, num_ranks)

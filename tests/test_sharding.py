@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -142,6 +143,17 @@ def test_sharded_runs_resume_with_any_number_of_ranks(launcher, tmp_path):
     ):  # fmt: skip
         run = launcher.run(launcher.copy(script), tmp_path, ranks, steps=steps, **once, **options).succeeded()
     assert_close(run, straight, metrics=2e-4, weights=2e-6)
+
+
+def test_a_resumed_run_samples_from_the_masters(launcher, tmp_path):
+    """In another dtype than it was saved in, weights are those of the optimizer's file, not the rounded ones."""
+    script, options = launcher.copy("gspo_ddp"), dict(eval_every=0, save_every=1)
+    launcher.run(script, tmp_path / "one", 2, steps=1, dtype="bf16", **options).succeeded()
+    shutil.copytree(tmp_path / "one", tmp_path / "other")
+    whole = launcher.run(script, tmp_path / "one", 2, steps=2, dtype="fp32", **options).succeeded()
+    parts = launcher.run(script, tmp_path / "other", 2, steps=2, dtype="fp32", **options, **FSDP).succeeded()
+    assert parts.steps[1]["rollout_mismatch"] < 1e-5 and whole.steps[1]["rollout_mismatch"] < 1e-5
+    assert_close(parts, whole, metrics=2e-4, weights=2e-6)
 
 
 # ---- what turns it on ----

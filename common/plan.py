@@ -248,7 +248,8 @@ def of(
     for process in processes:
         run.add(gpus, process)
     trains = len(processes[0].get("student") or processes[0]["policy"])
-    host = len(processes) * math.ceil(run.host)
+    replicas = (trains - 1) * run.weights * run.param_offload  # each leaves its GPU
+    host = len(processes) * math.ceil(run.host + replicas)
     return Plan(name, cfg, shape, run.trained, gpus, host, run.longest, run.minibatch(trains), given)
 
 

@@ -460,6 +460,13 @@ def start(models, monkeypatch, gib, model="1.5b", script="gspo/gspo.py", **optio
     return plan.require_fit(cfg, devices.Layout((gpu,), gpu, gpu))
 
 
+def test_every_replica_of_a_student_takes_cpu_memory(models):
+    argv = ["--student_model", models["0.5b"], "--teacher_model", models["1.5b"], "--param_offload", "true"]
+    _, cfg = layouts.load(ROOT / "gkd/gkd_multigpu.py", argv)
+    one, two = (plan.of(cfg, {"student": own, "rollout": own, "teacher": (0,)}) for own in ((0,), (0, 1)))
+    assert two.host - one.host == pytest.approx(494_032_768 * 2, abs=2)
+
+
 def test_cpu_memory_is_that_of_all_processes_of_the_machine(models, monkeypatch):
     monkeypatch.setattr(plan, "host_bytes", lambda: 40 * GIB)
     options = dict(script="gspo/gspo_ddp.py", optimizer_offload="always")  # 17.3 GiB for each process

@@ -2,9 +2,10 @@
 
 A checkpoint is an ordinary transformers folder (model.safetensors, config, tokenizer) with three more files:
 `optimizer.safetensors` (fp32 masters and Adam state by parameter name), `rng.safetensors` (random number generators of
-every rank and device) and `state.json` (step, data position, configuration, notes of the script, sizes of all files),
-with a folder `reference` if the frozen model is no longer the one the run began with, and with `rollout.safetensors` if
-a service stayed away before the completions of the next step could be scored. Nothing is pickled.
+every rank and device) and `state.json` (step, data position, configuration, notes of the script, and sizes and
+checksums of all files, which are checked before a run goes on from it), with a folder `reference` if the frozen model
+is no longer the one the run began with, and with `rollout.safetensors` if a service stayed away before the completions
+of the next step could be scored. Nothing is pickled.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import shutil
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +24,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common import config, distributed, lora
+from common import config, distributed, lora, storage
 from common.optim import AdamW
 from common.rollout import RolloutBatch
 
@@ -48,39 +50,74 @@ def newest(out_dir: str | Path) -> Path | None:
 
 
 def is_complete(folder: str | Path) -> bool:
-    """Whether every file the checkpoint was saved with is there, in its full size."""
-    state_file = Path(folder) / STATE
-    if not state_file.is_file():
-        return False
+    """Whether every file the checkpoint was saved with is there, in its full size; quick, since nothing is read."""
+    return not _damage(Path(folder), thorough=False)
+
+
+def _damage(folder: Path, thorough: bool = True) -> str:
+    """What is wrong with a checkpoint, in words; "" if it is as it was saved."""
     try:
-        files = json.loads(state_file.read_text())["files"].items()
+        state = json.loads((folder / STATE).read_text())
+        files = {name: {"bytes": was} if isinstance(was, int) else was for name, was in state["files"].items()}
+        sizes = {name: was["bytes"] for name, was in files.items()}
+    except FileNotFoundError:
+        return f"{STATE} is missing"
+    except OSError as error:
+        return f"{STATE} cannot be read ({error.strerror})"
     except (ValueError, KeyError, TypeError, AttributeError):  # cut off in the middle, or not ours
-        return False
-    return all((Path(folder) / f).is_file() and (Path(folder) / f).stat().st_size == n for f, n in files)
+        return f"{STATE} cannot be read"
+    for name, size in sizes.items():
+        if Path(name).is_absolute() or ".." in Path(name).parts or not (folder / name).is_file():
+            return f"{name} is missing"
+        if (found := (folder / name).stat().st_size) != size:
+            return f"{name} has {found} bytes of {size}"
+    if not thorough:
+        return ""
+    if "crc32" in state and state["crc32"] != _crc32_of(state):
+        return f"{STATE} was edited"
+    known = [name for name, was in files.items() if "crc32" in was]
+    for name, found in storage.fingerprints(folder, known).items():
+        if found != files[name]:
+            return f"{name} is not the file that was saved (CRC-32 {found['crc32']}, not {files[name]['crc32']})"
+    return ""
+
+
+def _crc32_of(state: dict[str, Any]) -> str:
+    """Checksum of what is known of a checkpoint, itself left out."""
+    text = json.dumps({name: value for name, value in state.items() if name != "crc32"}, sort_keys=True)
+    return f"{zlib.crc32(text.encode()):08x}"
 
 
 def find(out_dir: str, resume: str) -> Path | None:
-    """Which checkpoint a run starts from; called by every rank.
+    """Which checkpoint a run starts from, and keeps `out_dir` for this run alone; called by every rank.
 
     Args:
         out_dir: of the run.
-        resume: "auto" (the newest complete one in out_dir, if any), "none" (start anew), or a checkpoint folder.
+        resume: "auto" (the newest complete one in out_dir, if any), "none" (start anew), or a checkpoint folder. One
+            whose files are not what was saved is passed over by "auto", with a message.
 
     Returns:
         The folder, or None to start anew.
 
     Raises:
-        ValueError: the folder named is not a complete checkpoint; or "none", and out_dir already holds a run; or the
-            ranks see different checkpoints.
+        ValueError: the folder named is not a complete checkpoint, or damaged; or "auto", and all in out_dir are; or
+            "none", and out_dir already holds a run; or another run uses out_dir, or it cannot be written; or the ranks
+            see different checkpoints.
     """
+    folder = None
     with distributed.together("resume"):
-        folder = _find(out_dir, resume)
-    seen = set(distributed.gather_objects(folder))
-    if len(seen) > 1:
-        raise ValueError(
-            f"out_dir = {out_dir!r}: the ranks see different checkpoints, {sorted(map(str, seen))}; to resume on "
-            "several machines, out_dir must be a folder that all of them share"
-        )
+        if distributed.rank() == 0:
+            if Path(out_dir).is_dir():
+                storage.claim(out_dir)
+            folder = _find(out_dir, resume)
+            storage.claim(out_dir)
+    folder = distributed.gather_objects(folder)[0]
+    with distributed.together("resume"):
+        if folder is not None and not is_complete(folder):
+            raise ValueError(
+                f"out_dir = {out_dir!r}: rank {distributed.rank()} does not see {folder}, from which rank 0 goes on; "
+                "to resume on several machines, out_dir must be a folder that all of them share"
+            )
     if resume == "auto":
         distributed.print_main(f"resuming from {folder}" if folder else f"no checkpoint in {out_dir}: starting anew")
     return folder
@@ -88,15 +125,26 @@ def find(out_dir: str, resume: str) -> Path | None:
 
 def _find(out_dir: str, resume: str) -> Path | None:
     if resume == "auto":
-        return newest(out_dir)
+        folders = sorted(filter(Path.is_dir, Path(out_dir).glob("checkpoint-*")), key=_step, reverse=True)
+        for folder in folders:
+            damage = _damage(folder)
+            if not damage:
+                return folder
+            print(f"warning: {folder} is passed over: {damage}", file=sys.stderr, flush=True)
+        if folders:
+            raise ValueError(
+                f"out_dir = {out_dir!r}: no checkpoint in it can be used, see above; put back what is missing, or move "
+                "them away to start anew"
+            )
+        return None
     if resume == "none":
         if newest(out_dir) or (Path(out_dir) / "metrics.jsonl").exists():
             raise ValueError(f"out_dir = {out_dir!r} already holds a run: give another out_dir, or resume = 'auto'")
         return None
-    if not is_complete(resume):
+    if damage := _damage(Path(resume)):
         raise ValueError(
-            f"resume = {resume!r}: not a complete checkpoint; give a folder checkpoint-NNNNNN with all its files, "
-            "'auto', or 'none'"
+            f"resume = {resume!r}: not a complete checkpoint, {damage}; give a folder checkpoint-NNNNNN with all its "
+            "files, 'auto', or 'none'"
         )
     return Path(resume)
 
@@ -131,7 +179,7 @@ def save(
         rollout: completions of the next step that could not be scored; `unscored` gives them back.
 
     Raises:
-        OSError: it could not be written.
+        OSError: it could not be written; the checkpoints before are as they were.
     """
     optimizer_state = optimizer.state_dict()  # a collective, if it is sharded
     rng_by_rank = distributed.gather_objects(_rng_state())
@@ -139,11 +187,11 @@ def save(
     with distributed.together("save"):
         if distributed.rank() == 0:
             final = Path(out_dir) / f"checkpoint-{step:06d}"
-            for leftover in Path(out_dir).glob(".writing-*"):
-                shutil.rmtree(leftover)
             folder = Path(out_dir) / f".writing-{final.name}"
-            folder.mkdir(parents=True)
             try:
+                for leftover in Path(out_dir).glob(".writing-*"):
+                    storage.remove(leftover)
+                folder.mkdir(parents=True)
                 lora.save(model, folder)
                 tokenizer.save_pretrained(folder)
                 if reference is not None:
@@ -155,34 +203,51 @@ def save(
                 if all(rollouts):  # of one rank alone they would be of no use
                     named = {f"rank{r}/{name}": x for r, own in enumerate(rollouts) for name, x in own.items()}
                     save_file(named, folder / ROLLOUT)
-                written = [path for path in folder.rglob("*") if path.is_file()]
-                files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in written}
+                written = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
                 state = {
                     "step": step,
                     "position": position,
                     "num_ranks": len(rng_by_rank),
-                    "files": files,
+                    "files": storage.fingerprints(folder, written),
                     "notes": notes or {},
+                    "config": dataclasses.asdict(cfg),
                 }
-                (folder / STATE).write_text(json.dumps({**state, "config": dataclasses.asdict(cfg)}, indent=1))
+                (folder / STATE).write_text(json.dumps({**state, "crc32": _crc32_of(state)}, indent=1))
                 for path in [*folder.rglob("*"), folder]:
-                    _sync(path)
-            except BaseException:  # a full disk, or a second Ctrl-C: what was written goes, the error stays
+                    storage.sync(path)
+            except (OSError, SafetensorError) as error:  # safetensors has a kind of its own for a full disk
+                shutil.rmtree(folder, ignore_errors=True)
+                left = newest(out_dir)
+                raise OSError(
+                    f"the checkpoint of step {step} could not be written to {out_dir}, on which {_free(out_dir)} is "
+                    f"free: {error}. Make room (keep_checkpoints = {cfg.keep_checkpoints} and one more must fit), then "
+                    "run the same command: "
+                    + (f"it goes on from {left}, which is as it was" if left else "it starts anew")
+                ) from error
+            except BaseException:  # a second Ctrl-C: what was written goes, the error stays
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
-            if final.exists():
-                shutil.rmtree(final)
+            if os.path.lexists(final):
+                storage.remove(final)
             os.rename(folder, final)
-            _sync(final.parent)
+            storage.sync(final.parent)
             complete = sorted(filter(is_complete, Path(out_dir).glob("checkpoint-*")), key=_step)
             for later in [folder for folder in complete if _step(folder) > step]:
                 # the run went back to an older checkpoint: "auto" must not return to the branch it left
                 abandoned = later.with_name(f"abandoned-{later.name}")
-                shutil.rmtree(abandoned, ignore_errors=True)
+                if os.path.lexists(abandoned):
+                    storage.remove(abandoned)
                 os.rename(later, abandoned)
                 print(f"{later} is of steps that are taken again: now {abandoned}")
             for old in [folder for folder in complete if _step(folder) <= step][: -cfg.keep_checkpoints]:
-                shutil.rmtree(old)
+                storage.remove(old)
+
+
+def _free(folder: str) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 2**30:.1f} GiB"
+    except OSError as error:
+        return f"? GiB ({error.strerror})"
 
 
 def reference(folder: Path | None, cfg: Any) -> str:
@@ -328,15 +393,6 @@ def _restore_rng(state: dict[str, torch.Tensor]) -> None:
     for i in range(torch.cuda.device_count()):
         if f"cuda{i}" in state:
             torch.cuda.set_rng_state(state[f"cuda{i}"], i)
-
-
-def _sync(path: Path) -> None:
-    """Makes a file or a folder entry survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager

@@ -12,8 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from common import wire
+from common.peers import Peers
+
 BUCKET_ELEMENTS = 2**26  # gradients that travel at once
 OUTAGE_EXIT_CODE = 75  # of a run that saved and gave up waiting for a service: start it again later (EX_TEMPFAIL)
+
+_peers: Peers | None = None  # of this process, once `start` has joined the others
+_phase = ""  # what this rank does, for the message when others do not come
 
 
 class OutageError(RuntimeError):
@@ -46,6 +52,8 @@ def start(device: torch.device, timeout_minutes: float) -> tuple[int, int]:
             torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+        global _peers
+        _peers = Peers(rank(), num_ranks(), dist.PrefixStore("peers", dist.distributed_c10d._get_default_store()))
     return rank(), num_ranks()
 
 
@@ -84,13 +92,39 @@ def gather_objects(value: Any) -> list[Any]:
     """`value` of every rank, in rank order; a collective.
 
     Args:
-        value: anything that pickles; it travels between the ranks of this run only.
+        value: what `wire.encode` takes. Tensors come back on the CPU.
+
+    Raises:
+        RuntimeError: other ranks are gone, or did not come in time; it names them.
     """
     if num_ranks() == 1:
         return [value]
-    values: list[Any] = [None] * num_ranks()
-    dist.all_gather_object(values, value)
-    return values
+    body = torch.frombuffer(bytearray(wire.encode(value)), dtype=torch.uint8)
+    with _meeting():
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(num_ranks())]
+        dist.all_gather(sizes, torch.tensor([len(body)]))
+        longest = int(max(sizes))
+        bodies = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(bodies, torch.nn.functional.pad(body, (0, longest - len(body))))
+    return [wire.decode(other[: int(size)].numpy().tobytes()) for other, size in zip(bodies, sizes, strict=True)]
+
+
+@contextmanager
+def _meeting() -> Iterator[None]:
+    """Says which ranks were waited for, if the collectives in the block fail."""
+    if _peers is not None:
+        _peers.arrive()
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # what every backend raises
+        missing = _peers.missing() if _peers is not None else ""
+        where = f" in phase {_phase!r}" if _phase else ""
+        raise RuntimeError(
+            f"rank {rank()} waited{where} for the others: {missing or 'one of them is gone, or cut off'}; look at the "
+            f"output of that rank, then run the same command: the run goes on from its checkpoint ({error})"
+        ) from error
 
 
 def sum_over_ranks(value: float) -> float:
@@ -114,18 +148,19 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
         return
     bucket: list[torch.Tensor] = []
     size = 0
-    for parameter in parameters:
-        if isinstance(parameter, DTensor):
-            continue
-        if parameter.grad is None:  # such as the vision tower on a rank without images
-            parameter.grad = torch.zeros_like(parameter)
-        if bucket and (size + parameter.numel() > BUCKET_ELEMENTS or bucket[0].dtype != parameter.dtype):
+    with _meeting():
+        for parameter in parameters:
+            if isinstance(parameter, DTensor):
+                continue
+            if parameter.grad is None:  # such as the vision tower on a rank without images
+                parameter.grad = torch.zeros_like(parameter)
+            if bucket and (size + parameter.numel() > BUCKET_ELEMENTS or bucket[0].dtype != parameter.dtype):
+                _sum_bucket(bucket)
+                bucket, size = [], 0
+            bucket.append(parameter.grad)
+            size += parameter.numel()
+        if bucket:
             _sum_bucket(bucket)
-            bucket, size = [], 0
-        bucket.append(parameter.grad)
-        size += parameter.numel()
-    if bucket:
-        _sum_bucket(bucket)
 
 
 def _sum_bucket(gradients: list[torch.Tensor]) -> None:
@@ -153,6 +188,8 @@ def together(phase: str, collective: bool = False) -> Iterator[None]:
     Raises:
         RuntimeError: on the ranks that did not fail; OutageError if that is what failed on the others.
     """
+    global _phase
+    _phase = phase
     if collective:
         yield
         return

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from common import advantages, devices, distributed
+from common import advantages, devices, distributed, storage
 from common.data import Example
 from common.rollout import RolloutBatch
 
@@ -291,13 +291,16 @@ def keep_lines(path: Path, last_step: int) -> None:
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
-            step = json.loads(line)["step"]
-        except ValueError:  # the run was killed while it wrote this
-            continue
-        if step <= last_step:
+            keep = json.loads(line)["step"] <= last_step
+        except (ValueError, KeyError, TypeError):  # the run was killed while it wrote this, or it is not ours
+            keep = False
+            if line:
+                print(f"warning: {path}: a line that is not one of a step is dropped: {line[:80]!r}")
+        if keep:
             kept.append(line + "\n")
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(kept), encoding="utf-8")
+    storage.sync(temporary)
     os.replace(temporary, path)
 
 

@@ -38,6 +38,7 @@ use:
 """
 
 import argparse
+import dataclasses
 import os
 import socket
 import sys
@@ -303,7 +304,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             dist.init_process_group("gloo")
     machine = cards.ask()
     distributed.gather_objects(None)  # nobody uses a GPU before all have asked who does
-    processes = distributed.gather_objects(look(machine, module, cfg))
+    found = distributed.gather_objects(dataclasses.asdict(look(machine, module, cfg)))
+    processes = [Process(**{**own, "gpus": tuple(Card(**gpu) for gpu in own["gpus"])}) for own in found]
     distributed.print_main(report(processes, args.script or ""))
     wrong = problems(processes)
     if not wrong and not args.no_probe:

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 from types import SimpleNamespace
@@ -259,6 +260,7 @@ DAMAGES = {
     "state without files": write_state(b'{"step": 4}'),
     "state is a list": write_state(b"[1, 2]"),
     "state is not text": write_state(b"\x80\x04\x95\xff\xfe"),
+    "file outside": write_state(b'{"step": 4, "files": {"../checkpoint-000002/state.json": 1}}'),
 }
 
 
@@ -270,6 +272,74 @@ def test_a_damaged_checkpoint_is_not_taken(run_dir, damage):
     assert checkpoint.newest(run_dir) == run_dir / "checkpoint-000002"
     with pytest.raises(ValueError, match="not a complete checkpoint"):
         checkpoint.find(str(run_dir), str(run_dir / "checkpoint-000004"))
+
+
+def flip_a_bit(folder, name="optimizer.safetensors"):
+    content = bytearray((folder / name).read_bytes())
+    content[-9] ^= 1
+    (folder / name).write_bytes(content)
+
+
+def edit_state(folder):
+    text = (folder / "state.json").read_text()
+    assert text.count('"position": 12') == 1
+    (folder / "state.json").write_text(text.replace('"position": 12', '"position": 16'))
+
+
+def swap_weights(folder):
+    """The weights of another step: same size, same shapes."""
+    other = save(folder.parent / "other", 2, *trained(steps=2))
+    shutil.copy(other / "model.safetensors", folder / "model.safetensors")
+
+
+TAMPERED = {
+    "one bit": (flip_a_bit, r"optimizer.safetensors is not the file that was saved \(CRC-32 \w{8}, not \w{8}\)"),
+    "one bit of a small file": (lambda folder: flip_a_bit(folder, "config.json"), "config.json is not the file"),
+    "state edited": (edit_state, "state.json was edited"),
+    "weights swapped": (swap_weights, "model.safetensors is not the file"),
+    "cut off": (cut_off, r"model.safetensors has \d+ bytes of \d+"),
+    "missing": (lambda folder: (folder / "rng.safetensors").unlink(), "rng.safetensors is missing"),
+}
+
+
+@pytest.mark.parametrize("tamper, said", TAMPERED.values(), ids=[name.replace(" ", "_") for name in TAMPERED])
+def test_a_checkpoint_that_is_not_what_was_saved_is_passed_over_and_said(saved, tmp_path, capsys, tamper, said):
+    run_dir = tmp_path / "run"
+    for step in (2, 4):
+        shutil.copytree(saved, run_dir / f"checkpoint-{step:06d}")
+    tamper(run_dir / "checkpoint-000004")
+    assert checkpoint.find(str(run_dir), "auto") == run_dir / "checkpoint-000002"
+    printed = capsys.readouterr()
+    assert re.search(f"warning: {run_dir}/checkpoint-000004 is passed over: {said}", printed.err)
+    assert f"resuming from {run_dir}/checkpoint-000002" in printed.out
+    with pytest.raises(ValueError, match=f"not a complete checkpoint, {said}"):
+        checkpoint.find(str(run_dir), str(run_dir / "checkpoint-000004"))
+    # with no good one left nothing starts from the beginning, over what may still be mended
+    shutil.rmtree(run_dir / "checkpoint-000002")
+    with pytest.raises(ValueError, match="no checkpoint in it can be used"):
+        checkpoint.find(str(run_dir), "auto")
+
+
+def test_a_checkpoint_without_checksums_is_taken_by_its_sizes(run_dir):
+    path = run_dir / "checkpoint-000004" / "state.json"
+    state = json.loads(path.read_text())
+    state["files"] = {name: found["bytes"] for name, found in state["files"].items()}
+    del state["crc32"]
+    path.write_text(json.dumps(state))
+    assert checkpoint.find(str(run_dir), "auto") == run_dir / "checkpoint-000004"
+    cut_off(run_dir / "checkpoint-000004")
+    assert checkpoint.find(str(run_dir), "auto") == run_dir / "checkpoint-000002"
+
+
+def test_what_a_link_leads_to_stays(run_dir, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("outside")
+    for name in (".writing-checkpoint-000001", "checkpoint-000005"):
+        (run_dir / name).symlink_to(outside)
+    (outside / "kept").write_text("mine")
+    save(run_dir, step=5)
+    assert (outside / "kept").read_text() == "mine" and names(outside) == ["kept"]
+    assert not (run_dir / "checkpoint-000005").is_symlink() and checkpoint.newest(run_dir).name == "checkpoint-000005"
+    assert names(run_dir) == ["checkpoint-000004", "checkpoint-000005"]
 
 
 def test_a_folder_left_behind_by_a_kill_is_not_taken_and_goes(run_dir):
@@ -295,7 +365,8 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(run_dir, monkeypatch, file, h
 
     real = checkpoint.save_file
     monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(OSError, match="No space left"):
+    said = r"step 6 could not .* GiB is free: .*No space left.*keep_checkpoints = 2.*goes on from .*/checkpoint-000004"
+    with pytest.raises(OSError, match=said):
         save(run_dir, 6, model, optimizer)
     assert names(run_dir) == ["checkpoint-000002", "checkpoint-000004"]
     assert all(path.read_bytes() == content for path, content in before.items())
@@ -331,13 +402,14 @@ def test_auto_takes_the_newest_or_says_that_there_is_none(run_dir, tmp_path_fact
 
 
 def test_a_named_checkpoint_is_taken(run_dir, tmp_path):
-    assert checkpoint.find("runs/new", str(run_dir / "checkpoint-000002")) == run_dir / "checkpoint-000002"
+    assert checkpoint.find(str(tmp_path / "new"), str(run_dir / "checkpoint-000002")) == run_dir / "checkpoint-000002"
 
 
 @pytest.mark.parametrize("name", ["absent", "checkpoint-000099", ".", "checkpoint-000004/model.safetensors"])
 def test_a_named_checkpoint_must_exist(run_dir, name):
     with pytest.raises(ValueError, match="not a complete checkpoint"):
-        checkpoint.find("runs/new", str(run_dir / name))
+        checkpoint.find(str(run_dir / "new"), str(run_dir / name))
+    assert not (run_dir / "new").exists()
 
 
 def test_none_does_not_mix_two_runs(run_dir, tmp_path_factory):
@@ -486,10 +558,11 @@ def test_a_signal_in_the_middle_of_a_print_is_noted_too(monkeypatch):
         assert stop == ["SIGTERM"]
 
 
-def test_ranks_that_see_different_checkpoints_do_not_start(tmp_path, monkeypatch):
-    gathered = iter([[None, None], [None, tmp_path / "checkpoint-000004"]])  # failures, then what each rank has found
+def test_a_rank_that_does_not_see_the_checkpoint_does_not_start(tmp_path, monkeypatch):
+    elsewhere = tmp_path / "checkpoint-000004"
+    gathered = iter([[None, None], [elsewhere, None], [None, None]])  # failures, what rank 0 found, failures
     monkeypatch.setattr(checkpoint.distributed, "gather_objects", lambda value: next(gathered))
-    with pytest.raises(ValueError, match=r"the ranks see different checkpoints.*checkpoint-000004.*all of them share"):
+    with pytest.raises(ValueError, match=r"rank 0 does not see .*checkpoint-000004.*all of them share"):
         checkpoint.find(str(tmp_path), "auto")
 
 

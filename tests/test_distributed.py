@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import build_model
+from conftest import REWARD, build_model
 
 from common import checkpoint, distributed, logprobs, losses
 from common.distributed import OutageError, any_rank, gather_objects, num_ranks, rank, sum_over_ranks, together
@@ -30,7 +31,7 @@ import torch.distributed as dist
 
 folder = sys.argv[1]
 sys.path.insert(0, sys.argv[2])
-from conftest import build_model
+from conftest import REWARD, build_model
 from test_distributed import backward_of_rank
 from common import distributed, logprobs, optim
 from common.distributed import any_rank, gather_objects, print_main, sum_over_ranks, together
@@ -233,6 +234,8 @@ def test_processes_meet_over_both_networks(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: calls.append((backend, timeout.seconds)))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(device))
+    monkeypatch.setattr(distributed, "Peers", lambda *_: None)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
     gpu = torch.device("cuda", 1)
     distributed.start(gpu, 2)
     assert calls == []  # one process alone
@@ -317,3 +320,28 @@ def test_two_ranks_have_the_gradient_and_the_weights_of_one(two_processes, check
         torch.testing.assert_close(gradients[0][name], p.grad, rtol=1e-4, atol=1e-6)
         assert torch.equal(gradients[0][name], gradients[1][name])
         assert torch.equal(weights[0][name], weights[1][name]) and not torch.equal(weights[0][name], p)
+
+
+# --- two ranks of a script, one of which has nothing to train on ---
+
+SAID = "    print('policy', [p.detach().double().sum().item() for p in model.parameters()], flush=True)\n"
+ONE_SIDED = (
+    "    reward.calls = getattr(reward, 'calls', 0) + 1\n"
+    "    if distributed.rank() == 1 and reward.calls == 2:\n"
+    "        return [float('nan')] * len(completions)\n"
+)
+SCORING = "            scoring = background.start("
+
+
+@pytest.mark.parametrize("script", ["similarity_grpo", "gkd_ddp"])  # the first has the loop of grpo_ddp
+def test_a_rank_without_anything_to_train_on_takes_the_steps_of_the_others(launcher, tmp_path, script):
+    # on rank 1 no reward of the second step, and no completion of the third, counts
+    edits = {SCORING: "            batch.truncated[:] = rank == 1 and step == 3\n" + SCORING, "    log.close()\n": SAID + "    log.close()\n"}
+    options = dict(similarity_model="ngrams") if script == "similarity_grpo" else {}
+    copy = launcher.copy(script, ONE_SIDED + REWARD, edits)
+    run = launcher.run(copy, tmp_path, 2, steps=4, eval_every=0, truncated="mask", **options).succeeded()
+    assert [line["skipped_updates"] for line in run.steps] == [0.0] * 4
+    assert all(line["grad_norm"] > 0 for line in run.steps)
+    assert 0.5 <= run.steps[1]["unscored"] < 1.0 and [line["truncated"] for line in run.steps] == [0.0, 0.0, 0.5, 0.0]
+    said = re.findall(r"policy \[.*", run.output)
+    assert len(said) == 2 and said[0] == said[1]

@@ -1,7 +1,6 @@
 """A run that was stopped, killed or moved goes on as if nothing had happened: bit for bit on the CPU."""
 
 import os
-import random
 import shutil
 import signal
 import sys
@@ -147,20 +146,6 @@ def test_a_checkpoint_that_does_not_exist_is_refused_before_anything_is_loaded(l
 
 
 # ---- killed ----
-
-
-def test_killed_anywhere_it_goes_on(launcher, straight, tmp_path):
-    script, killed = launcher.copy(reward=SLOW_REWARD), 0  # four steps take longer than any of these lives
-    launcher.run(launcher.copy(), tmp_path, steps=2).succeeded()
-    for _ in range(4):
-        run = launcher.start(script, tmp_path, steps=STEPS)
-        end = time.monotonic() + random.uniform(0.3, 1.1)
-        while time.monotonic() < end and run.codes == [None]:
-            time.sleep(0.01)
-        killed += run.codes == [None]
-        run.kill()
-    assert killed
-    assert_same(launcher.run(launcher.copy(), tmp_path, steps=STEPS).succeeded(), straight)
 
 
 def test_killed_before_its_first_checkpoint_it_starts_anew(launcher, straight, tmp_path):

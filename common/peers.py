@@ -1,0 +1,71 @@
+"""Who is missing, when ranks waited for one another in vain."""
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+EXIT_SECONDS = 3.0  # a killed process closes its connections before it is gone
+
+
+class Peers:
+    """What the ranks know of one another, in the store that they met at: host and process, and how far each has come.
+
+    Nothing in it waits: it is asked when a collective has failed.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, store: dist.Store):
+        """Tells the others who this is.
+
+        Args:
+            rank: of this process.
+            num_ranks: processes together.
+            store: that all ranks share.
+        """
+        self.rank, self.num_ranks, self.store, self.count = rank, num_ranks, store, 0
+        self.store.set(f"process{rank}", f"{os.getpid()} {socket.gethostname()}")
+
+    def arrive(self) -> None:
+        """Tells the others that this rank has come to its next meeting."""
+        self.count += 1
+        self.store.set(f"meeting{self.rank}", str(self.count))
+
+    def missing(self) -> str:
+        """The ranks that are gone, or else those that did not come to this meeting, in words; "" if that is not known.
+
+        A rank on another machine cannot be seen, only that it did not come.
+        """
+        try:
+            processes = [self.store.get(f"process{rank}").decode().split(" ", 1) for rank in range(self.num_ranks)]
+            counts = [int(self.store.get(f"meeting{rank}")) for rank in range(self.num_ranks)]
+        except RuntimeError:  # torch.distributed.DistError: the rank that kept the store is gone, and what it knew
+            return "" if self.rank == 0 else "rank 0 is gone, or cut off"
+        here = [(rank, int(pid)) for rank, (pid, host) in enumerate(processes) if host == socket.gethostname()]
+        end = time.monotonic() + EXIT_SECONDS
+        while not (gone := [(rank, pid) for rank, pid in here if not is_alive(pid)]) and time.monotonic() < end:
+            time.sleep(0.05)
+        if gone:
+            return ", ".join(f"rank {rank} (process {pid}) is gone" for rank, pid in gone)
+        late = [rank for rank, count in enumerate(counts) if count < self.count]
+        return ", ".join(f"rank {rank} (process {processes[rank][0]} on {processes[rank][1]}) did not come"
+                         for rank in late)  # fmt: skip
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine runs; one that has ended, and that its parent did not ask about, does not.
+
+    Args:
+        pid: of the process.
+    """
+    if Path("/proc/self").exists():
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

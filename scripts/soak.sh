@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Does the faults of tests/test_faults.py to real runs, with 100 SIGKILLs (or as many as the argument says), and prints a
+# table: what was tried how often, survived, lost. On the CPU, on tiny models; about 10 minutes on two cores.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/env.sh
+make_env requirements.txt
+make_env requirements-test.txt
+export PATH="$PWD/.venv/bin:$PATH" RL_HAND_KILLS="${1:-100}" RL_HAND_FAULTS="$PWD/runs/faults.jsonl"
+
+mkdir -p runs
+rm -f "$RL_HAND_FAULTS"
+python -m pytest -m "" tests/test_faults.py || failed=1
+python - <<'TABLE'
+import collections, json, os
+
+tried, survived = collections.Counter(), collections.Counter()
+for line in open(os.environ["RL_HAND_FAULTS"]):
+    found = json.loads(line)
+    tried[found["fault"]] += 1
+    survived[found["fault"]] += found["survived"]
+print("\n| fault | tried | survived | lost |\n|---|---|---|---|")
+for name in sorted(tried):
+    print(f"| {name} | {tried[name]} | {survived[name]} | {tried[name] - survived[name]} |")
+print(f"| all | {tried.total()} | {survived.total()} | {tried.total() - survived.total()} |")
+TABLE
+exit "${failed:-0}"

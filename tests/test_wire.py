@@ -1,0 +1,115 @@
+"""Tests of common/wire.py, common/peers.py and common/storage.py: what ranks tell one another, and whose a folder is."""
+
+import errno
+import fcntl
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from common import peers, storage, wire
+
+VALUES = [
+    None, True, False, 0, -(2**70), 0.1 + 0.2, math.inf, "", "naïve\u2028\U0001f600\x00", [], (), {}, Path("/a b/c"),
+    [None, (1, [2, ()]), {"a": {"b": (True,)}}], {("sums", None): 1.5, 3: "three", None: 0}, {"tensor": "0"}, {"tuple": []},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_values_come_back_as_they_were(value):
+    back = wire.decode(wire.encode(value))
+    assert back == value and type(back) is type(value)
+    assert repr(back) == repr(value)  # tuples stay tuples, 1 stays no truth value
+
+
+def test_nan_and_minus_zero_come_back():
+    nan, zero = wire.decode(wire.encode([math.nan, -0.0]))
+    assert math.isnan(nan) and math.copysign(1.0, zero) == -1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
+def test_tensors_come_back_bit_for_bit(dtype):
+    whole = torch.randn(4, 6).mul(3).to(dtype)
+    value = {"whole": whole, "view": whole.T, "row": (whole[1], whole[1]), "none": whole[:0], "scalar": whole[0, 0]}
+    back = wire.decode(wire.encode(value))
+    assert back.keys() == value.keys() and back["whole"].dtype == dtype
+    for name in ("whole", "view", "none", "scalar"):
+        assert back[name].shape == value[name].shape and torch.equal(back[name], value[name])
+    assert all(torch.equal(row, whole[1]) for row in back["row"])
+    gradient = torch.ones(2, requires_grad=True) * 2
+    assert not wire.decode(wire.encode(gradient)).requires_grad
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), b"bytes", [lambda: 0], {"x": 1j}, torch.float32])
+def test_other_kinds_are_refused_by_name(value):
+    with pytest.raises(TypeError, match="cannot be sent: send numbers, texts or tensors"):
+        wire.encode(value)
+
+
+# ---- who is missing ----
+
+
+def test_a_process_that_ended_is_not_alive_though_its_parent_has_not_asked():
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    end = time.monotonic() + 30
+    while peers.is_alive(ended.pid) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not peers.is_alive(ended.pid) and os.path.exists(f"/proc/{ended.pid}")  # nobody has waited for it
+    ended.wait()
+    assert not peers.is_alive(ended.pid) and peers.is_alive(os.getpid())
+
+
+def test_those_that_are_gone_or_late_are_named(monkeypatch):
+    monkeypatch.setattr(peers, "EXIT_SECONDS", 0.0)
+    store = dist.HashStore()
+    three = [peers.Peers(rank, 3, store) for rank in range(3)]
+    for rank in (0, 1, 2, 0, 2):
+        three[rank].arrive()
+    host = store.get("process1").decode().split(" ")[1]
+    assert three[0].missing() == f"rank 1 (process {os.getpid()} on {host}) did not come"
+    store.set("process2", f"{2**22 + 1} {host}")  # above the largest process number
+    assert three[0].missing() == f"rank 2 (process {2**22 + 1}) is gone"
+    store.set("process2", f"{2**22 + 1} elsewhere")  # what another machine runs cannot be seen
+    assert three[0].missing().startswith("rank 1 ")
+    three[1].arrive()
+    assert three[0].missing() == ""
+
+
+# ---- one run per folder ----
+
+
+def test_a_folder_is_kept_by_one_process_until_it_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "_claimed", {})
+    storage.claim(tmp_path / "run")
+    storage.claim(tmp_path / "run" / ".." / "run")  # the same, and its own
+    held = storage._claimed
+    monkeypatch.setattr(storage, "_claimed", {})  # as another process would see it
+    with pytest.raises(ValueError, match=rf"another run uses it \(process {os.getpid()} on .*\); give another out_dir"):
+        storage.claim(tmp_path / "run")
+    for file in held.values():
+        file.close()  # as the kernel does when a process ends, however it does
+    storage.claim(tmp_path / "run")
+
+
+def test_a_disk_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(storage, "_claimed", {})
+
+    def without(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", without)
+    storage.claim(tmp_path)
+    assert f"warning: {tmp_path} cannot be locked (No locks available)" in capsys.readouterr().out
+
+
+def test_the_checksum_is_that_of_zip_files(tmp_path, monkeypatch):
+    (tmp_path / "digits").write_bytes(b"123456789")
+    monkeypatch.setattr(storage, "READ_AT_ONCE", 4)
+    # the check value of CRC-32 in every table of such sums
+    assert storage.fingerprints(tmp_path, ["digits"]) == {"digits": {"bytes": 9, "crc32": "cbf43926"}}

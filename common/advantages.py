@@ -28,7 +28,7 @@ def group_advantages(rewards: torch.Tensor, scale: str, eps: float = 1e-4) -> to
         raise ValueError(f"rewards of shape {list(rewards.shape)}: must be [prompts, completions per prompt]")
     if scale not in ("group", "batch", "none"):
         raise ValueError(f"advantage scale {scale!r}: must be one of group, batch, none")
-    rewards = rewards.float()
+    rewards = rewards.double()  # in fp32 the square of 1e20 is infinite, and a mean near 1e6 is off by 0.06
     scored = rewards.isfinite()
     count = scored.sum(-1, keepdim=True)
     filled = torch.where(scored, rewards, 0.0)
@@ -39,12 +39,12 @@ def group_advantages(rewards: torch.Tensor, scale: str, eps: float = 1e-4) -> to
     varied = scored & ~equal_groups(rewards)[:, None]
     centred = torch.where(varied, centred, 0.0)
     if scale == "none":
-        return centred
+        return centred.float()
     if scale == "group":
         std = (centred.square().sum(-1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
     else:
         std = (centred.square().sum() / (varied.sum() - 1).clamp(min=1)).sqrt()
-    return torch.where(varied, centred / (std + eps), 0.0)
+    return torch.where(varied, centred / (std + eps), 0.0).float()
 
 
 def equal_groups(rewards: torch.Tensor) -> torch.Tensor:

@@ -7,11 +7,12 @@ Where the answer is (`extract_answer`), first rule that applies:
   4. after the last ####, on that line: the expression it starts with, or if it starts with words its first number
   5. an <answer>, or a one-line completion without prose, is read like the line of rule 4
   6. the last number
-A marker left empty or open means "no answer"; the rules below it are not tried.
+A marker left empty or open means "no answer"; the rules below it are not tried. Quotation marks and markup around an
+answer go; full-width forms, one-character fractions, Arabic marks and no-break spaces in numbers are read as if plain.
 
 When answers are equal (`answers_match`): same text; or the same exact number, where 1,234 = 1234.00, 1/2 = 0.5 and
 60% = 0.6, but 60% != 60 and 0.33 != 1/3; or lists with the same brackets and equal elements, in order for (...) and
-[...], in any order for \{...\} and bare lists; or, where the gold answer is not a number, equal mathematics according
+[...], in any order for {...} and bare lists; or, where the gold answer is not a number, equal mathematics according
 to Math-Verify. "x = 4" answers 4; "95 + 65" does not answer 160, or a policy would learn to repeat the question.
 Several right answers (`any_answer_matches`): a completion is right if its one answer equals any of them.
 """
@@ -28,10 +29,22 @@ import subprocess
 import sys
 import threading
 import time
+import unicodedata
 from collections.abc import Sequence
 from fractions import Fraction
 
-_PLAIN = str.maketrans("\N{MINUS SIGN}\N{EN DASH}-0123456789%。,!()", "---0123456789%.,!()")
+_VULGAR = (0xBC, 0xBD, 0xBE, *range(0x2150, 0x215F))  # one-half and its like, in one character
+_PLAIN = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}  # full-width forms of ASCII
+_PLAIN |= str.maketrans(
+    "\u2212\u2010\u2011\u2013\u3002\u066b\u066c\u066a\u2044\u2215", "----..,%//"
+)  # minus sign, hyphens and dash; CJK stop; Arabic decimal point, thousands and percent; fraction slashes
+_PLAIN[0x3001] = ", "  # the CJK comma stands in lists, never in numbers
+_PLAIN |= {code: unicodedata.normalize("NFKC", chr(code)).replace("\u2044", "/") for code in _VULGAR}
+# soft hyphen, byte order mark, zero width, direction of writing: nobody sees them
+_PLAIN |= dict.fromkeys([0xAD, 0xFEFF, *range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x206A)])
+_BEFORE_VULGAR = re.compile(r"(?<=\d)(?=[\xbc-\xbe\u2150-\u215e])")  # 1\xbd is 1 1/2
+_THOUSANDS_SPACE = re.compile(r"(?<=\d)(?<!\d{4})(?:[\xa0\u2009\u202f~]|\\[ ;:])(?=\d{3}(?!\d))")
+_AROUND = ' *`_,;:"\u201c\u201d\u201e\u2018\u2019\xab\xbb\u300c\u300d'  # markup and quotation marks around an answer
 _DELETED = re.compile(r"\\?[$€£¥]|(?<!\\)\\(?:(?:left|right)(?![a-zA-Z])|[()\[\],!])")  # currency, delimiters, spacing
 _AND_OR = re.compile(r",? ?\\text\{ ?(?:and|or) ?\} ?|,? (?:and|or) ")
 _TEXT_WORD = re.compile(r"^\\(?:text|textbf|mathrm|mathbf)\{ ?([^{} ]*) ?\}$")
@@ -39,7 +52,7 @@ _UNIT = re.compile(r"(?<=\d) *\\(?:text|mathrm)\{[^{}]*\}$")  # 18\text{ dollars
 _PROSE = re.compile(r"(?<![\w\\{])[^\W\d_]{2,}(?=[\s.,;:!?*\"')]|$)|[\u3040-\u9fff\uac00-\ud7af]")  # a word, or CJK
 _EXPRESSION_END = re.compile(rf"{_PROSE.pattern}|[.!?](?=\s|$)")
 _BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?: *(?P<box>\{)|\s+(?P<bare>[^\s{}$\\]+))|\\.|[{}]", re.DOTALL)
-_BRACKETED = re.compile(r"(\(|\[|\\\{)(.*)(\)|\]|\\\})")
+_BRACKETED = re.compile(r"(\(|\[|\\?\{)(.*?)(\)|\]|\\?\})")
 _LATEX_FRACTION = re.compile(r"(\d ?)?\\frac ?(?:\{ ?(-?\d+) ?\}|(\d)) ?(?:\{ ?(\d+) ?\}|(\d))")
 _NUMBER = re.compile(
     r"""(?:(?<![\w)\]}.])[-+])?                                     # after a digit, letter or bracket it is an operator
@@ -57,13 +70,16 @@ _MAX_NUMBER_LENGTH = 1000  # characters; int() refuses huge texts, so a longer n
 
 def clean(text: str) -> str:
     r"""Normal form of an answer: no currency, math delimiters or markup; `\dfrac` as `\frac`; "a and b" as "a, b"."""
+    text = _THOUSANDS_SPACE.sub("", _BEFORE_VULGAR.sub(" ", text))
     text = _DELETED.sub("", " ".join(text.translate(_PLAIN).split()))
     text = re.sub(r"\\[dtc]frac", r"\\frac", text).replace("{,}", ",").replace("\\%", "%")
     if not _PROSE.search(listed := _AND_OR.sub(", ", text)):
         text = listed
-    text = text.strip(" *`,;:").rstrip(" *`,;:.")
+    text = text.strip(_AROUND).rstrip(f"{_AROUND}.\u2026")
+    excess = sum(map(text.count, ")]}")) - sum(map(text.count, "([{"))  # what they close was opened before the answer
+    text = text[: max(len(text) - max(excess, 0), len(text.rstrip(")]}")))]
     text = _TEXT_WORD.sub(r"\1", text)
-    is_wrapped = text.startswith("(") and text.endswith(")") and len(_split_commas(text[1:-1])) == 1
+    is_wrapped = text[:1] + text[-1:] in ("()", "''") and len(_split_commas(text[1:-1])) == 1
     return text[1:-1].strip() if is_wrapped else text
 
 
@@ -117,7 +133,7 @@ def extract_answer(text: str) -> str | None:
         return None
     has_tag = "<answer>" in text
     if has_tag:
-        text = text[: max(text.rfind("</answer>"), 0)].rpartition("<answer>")[2]
+        text = text[: max(text.rfind("</answer>"), 0)].rpartition("<answer>")[2].partition("</answer>")[0]
     if "\\boxed" in text or "\\fbox" in text:
         return clean(last_boxed(text) or "") or None
     if "####" in text:
@@ -144,7 +160,8 @@ def answers_match(completion: str, answer: str, *, limit: float = 5.0) -> float:
     Args:
         completion: text of the model.
         answer: gold answer: a bare value, or a worked solution that marks it with ####, a box or <answer>.
-        limit: time for one evaluation by Math-Verify, in seconds; an answer that needs longer is wrong.
+        limit: time for one evaluation by Math-Verify, in seconds; an answer that needs longer, or more memory or depth
+            than the process has, is wrong.
 
     Returns:
         1.0 or 0.0. NaN, whatever the completion, if the gold answer is prose or cannot be parsed; and NaN if the
@@ -257,7 +274,7 @@ def _gold(answer: str) -> str | None:
 
 def _is_gradable(gold: str, limit: float) -> bool:
     if gold_list := _as_list(gold):
-        return all(_is_gradable(element, limit) for element in gold_list[1])
+        return all(_is_gradable(clean(element), limit) for element in gold_list[1])
     return to_fraction(gold) is not None or gold.isalpha() or _math_verify(gold, None, limit)
 
 
@@ -286,8 +303,8 @@ def _number_in(found: str) -> Fraction | None:
 def _same_list(found: tuple[str, list[str], str], gold: tuple[str, list[str], str], limit: float) -> bool:
     if (found[0], len(found[1]), found[2]) != (gold[0], len(gold[1]), gold[2]):
         return False
-    is_ordered, unmatched = gold[0] in ("(", "["), list(gold[1])
-    for element in found[1]:
+    is_ordered, unmatched = gold[0] in ("(", "["), [clean(element) for element in gold[1]]
+    for element in map(clean, found[1]):
         candidates = unmatched[:1] if is_ordered else unmatched
         match = next((other for other in candidates if _same(element, other, limit)), None)
         if match is None:
@@ -297,12 +314,16 @@ def _same_list(found: tuple[str, list[str], str], gold: tuple[str, list[str], st
 
 
 def _as_list(text: str) -> tuple[str, list[str], str] | None:
-    """Opening bracket, elements, closing bracket of a tuple, interval, set or bare list; None for any other text."""
-    if (bracketed := _BRACKETED.fullmatch(text)) and (elements := _split_commas(bracketed[2])):
-        return bracketed[1], [clean(element) for element in elements], bracketed[3]
+    """Opening bracket, elements as written, closing bracket of a tuple, interval, set or bare list; None: no list."""
+    bracketed = _BRACKETED.fullmatch(text)
+    elements = _split_commas(bracketed[2]) if bracketed else []
+    if len(elements) > 1 or (elements and bracketed[1] != "{"):  # LaTeX puts braces around one thing for no reason
+        return bracketed[1].lstrip("\\"), elements, bracketed[3].lstrip("\\")
     elements = _split_commas(text)
-    is_list = len(elements) > 1 and to_fraction(text) is None
-    return ("", [clean(element) for element in elements], "") if is_list else None
+    if len(elements) > 1 and to_fraction(text) is None:
+        return "", elements, ""
+    right = _right_side(text)  # (x, y) = (1, 2)
+    return _as_list(right) if right != text else None
 
 
 def _split_commas(text: str) -> list[str]:
@@ -353,8 +374,11 @@ def _grade_lines() -> None:
     for line in sys.stdin:
         gold, found, seconds = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        parsed = expression(gold)
-        reply = bool(parsed) and (found is None or bool(verify(parsed, expression(found), timeout_seconds=None)))
+        try:
+            parsed = expression(gold)
+            reply = bool(parsed) and (found is None or bool(verify(parsed, expression(found), timeout_seconds=None)))
+        except (MemoryError, RecursionError):  # limits like that of time: unscored, such a text would cost nothing
+            reply = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(json.dumps(reply), file=replies, flush=True)
 

@@ -307,7 +307,8 @@ def load(folder: Path, optimizer: AdamW, cfg: Any) -> tuple[int, int]:
         Steps done, and prompts taken from the data.
 
     Raises:
-        ValueError: the checkpoint is of another model, or its optimizer state does not fit.
+        ValueError: the checkpoint is of another model, or its optimizer state does not fit, or holds a number that is
+            not finite.
     """
     state = json.loads((folder / STATE).read_text())
     for name in ("policy_model", "student_model"):
@@ -317,7 +318,15 @@ def load(folder: Path, optimizer: AdamW, cfg: Any) -> tuple[int, int]:
                 f"{name} = {now!r}: {folder} was trained from {was!r}; give another out_dir, or set {name} back (to go "
                 f"on from a checkpoint with other settings, name its folder as {name})"
             )
-    optimizer.load_state_dict(load_file(folder / "optimizer.safetensors"))
+    optimizer_state = load_file(folder / "optimizer.safetensors")
+    for name, value in optimizer_state.items():
+        ends = torch.stack(torch.aminmax(value)) if value.numel() else torch.zeros(1)  # NaN passes through
+        if not ends.double().isfinite().all():
+            raise ValueError(
+                f"{folder / 'optimizer.safetensors'}: {name} holds {ends[~ends.isfinite()][0]}: must be finite; name "
+                "an older checkpoint as resume"
+            )
+    optimizer.load_state_dict(optimizer_state)
     prefix = f"rank{distributed.rank()}/"
     with safe_open(folder / "rng.safetensors", "pt") as file:
         rng = {key.removeprefix(prefix): file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}  # noqa: SIM118

@@ -8,14 +8,17 @@ import inspect
 import io
 import ipaddress
 import json
+import math
 import sys
 import textwrap
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 T = TypeVar("T")
+MAY_BE_INFINITE = ("max_grad_norm", "similarity_kappa")  # fields in which inf means something
+LARGEST = 2**31 - 1  # of whole numbers: seeds, positions and token ids go through types of 32 bits
 
 
 def require(holds: bool, value: str, rule: str, remedy: str) -> None:
@@ -65,6 +68,23 @@ def above_zero(cfg: Any, *names: str) -> None:
         require(value > 0, f"{name} = {value}", "must be above 0", "raise it")
 
 
+def require_numbers(values: Mapping[str, Any]) -> None:
+    """Requires numbers that can be computed with: NaN passes many comparisons, and infinity most of them.
+
+    Args:
+        values: of the fields of a Config, by name.
+
+    Raises:
+        ValueError: a float that is not finite, or an integer of more than 32 bits.
+    """
+    for name, value in values.items():
+        if isinstance(value, float):
+            holds = math.isfinite(value) or (value == math.inf and name in MAY_BE_INFINITE)
+            require(holds, f"{name} = {value}", "must be a finite number", "give one")
+        elif isinstance(value, int):
+            require(abs(value) <= LARGEST, f"{name} = {value}", f"must be at most {LARGEST}", "lower it")
+
+
 def one_of(cfg: Any, **choices: Sequence[str]) -> None:
     """Requires fields of a Config to have one of the values they can have.
 
@@ -91,11 +111,14 @@ def check(cfg: Any) -> None:
     """
     from common import lora, models, optim, sampling
 
+    require_numbers(vars(cfg))
     at_least(cfg, 1, "steps", "batch_size", "group_size", "num_minibatches", "micro_batch_tokens", "max_new_tokens")
     at_least(cfg, 1, "max_prompt_tokens", "save_every", "keep_checkpoints", "eval_examples")
     at_least(cfg, 0, "min_new_tokens", "rollout_batch", "learning_rate", "warmup_steps", "weight_decay")
-    at_least(cfg, 0, "eval_every", "sample_every", "profile")
+    at_least(cfg, 0, "eval_every", "sample_every", "profile", "seed")
     above_zero(cfg, "temperature")
+    at_least(cfg, 1, "collapse_steps")
+    one_of(cfg, on_collapse=("warn", "stop", "off"))
     require(cfg.max_grad_norm > 0, f"max_grad_norm = {cfg.max_grad_norm}", "must be above 0", "inf: no clipping")
     one_of(cfg, truncated=("keep", "mask"), dtype=("auto", *models.DTYPES), device=("auto", "cuda", "cpu"))
     one_of(cfg, optimizer_offload=optim.OFFLOAD)
@@ -216,6 +239,7 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
         close = difflib.get_close_matches(unknown[0].split("=")[0].lstrip("-"), helps, n=1)
         parser.error(f"unknown option {unknown[0]}" + (f"; did you mean --{close[0]}?" if close else ""))
     try:
+        require_numbers(vars(values))
         return cls(**vars(values))
     except ValueError as error:
         parser.error(str(error))

@@ -3,18 +3,20 @@
 Sources:  "toy" (built in) | rows.jsonl | a folder written by `datasets.save_to_disk` | a hub id "owner/name[:config]"
 Columns:  the prompt is the first of `prompt`, `question`, `messages` that is not null: text, or chat messages.
           The ground truth is `answer`: text, or a number, which becomes text (8 and 8.0 become "8").
-          Every other column reaches the reward functions; a row that lacks one holds None there.
+          Every other column reaches the reward functions; a row that lacks one holds None there. None may have the
+          name of something else that they are given: `completions`, `answers`, `completion_tokens`, `self`.
 Chat:     a last assistant turn is the reply to learn, not part of the prompt. It is removed, and is the answer where
-          `answer` is missing or null.
+          `answer` is missing or null, unless it calls tools. Contents are text; roles are those of ROLES.
 Template: chat messages go through the tokenizer's chat template. So does text, as one user turn, if the tokenizer has
-          a template and `apply_chat_template` is on, unless it already holds a special token of the tokenizer: then it
-          was templated before, and is used as it is. `system_prompt` opens every chat without a system turn of its own.
+          a template and `apply_chat_template` is on, unless it holds a special token of the tokenizer, or ends as the
+          template does: then it was templated before, and is used as it is. A chat message that was is refused.
+          `system_prompt` opens every chat without a system turn of its own.
 Length:   prompts over `max_prompt_tokens` are dropped and counted, never cut.
 BOS:      a template decides, also for text that was templated before. Without a template, text gets the BOS that the
           tokenizer puts before text. Neither doubles one that the text begins with, and no EOS is ever appended.
-Memory:   everything is kept in Python lists, once per process: about 1 kB for a row of 30 prompt tokens and a short
-          answer, 2.5 kB for a GSM8K row, and half as much again while loading. A million short rows on 8 ranks take
-          8 GB and more; cut larger data into several files, and train on one after the other.
+Memory:   everything is kept in Python lists, once per process: 1.25 kB for a row of 30 prompt tokens and a short
+          answer, 2.1 kB for a GSM8K row, as measured, and not more while loading. A million short rows on 8 ranks
+          take 10 GB; cut larger data into several files, and train on one after the other.
 """
 
 import json
@@ -22,6 +24,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,9 @@ from common.distributed import print_main
 
 PROMPT_COLUMNS = ("prompt", "question", "messages")
 PROMPT_LOOKALIKES = (*PROMPT_COLUMNS, "problem", "instruction", "query", "input", "text", "conversations")
+RESERVED = ("completions", "answers", "completion_tokens", "self")  # names of what reward functions are given already
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+PROBE = "PROBE"  # a user text, to see what a template writes around one
 ANSWER_LOOKALIKES = ("answer", "solution", "ground_truth", "final_answer", "target", "label", "output", "response")
 HUB_ID = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(:(?P<config>[\w.-]+))?")
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -81,6 +87,11 @@ def load_examples(
     """
     rows = read_rows(source, split)
     names = list(dict.fromkeys(name for row in rows for name in row))
+    if taken := [name for name in RESERVED if name in names]:
+        raise ValueError(
+            f"{source}: columns {', '.join(taken)}: reward functions get arguments of these names already; rename or "
+            "remove them"
+        )
     fields = [parse_row(row, names, f"{source}, row {i}", need_answer) for i, row in enumerate(rows)]
     prompts = [prompt for prompt, _, _ in fields]
     prompt_ids = encode_prompts(prompts, source, tokenizer, apply_chat_template, system_prompt)
@@ -141,29 +152,50 @@ def is_hub_id(source: str) -> bool:
 
 
 def read_json_lines(path: Path) -> list[dict]:
-    """Reads a UTF-8 file with one JSON object per line; a byte-order mark, CRLF and blank lines are harmless."""
-    try:
-        text = path.read_bytes().decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path}: byte {error.start} is not UTF-8; expected UTF-8 text with one JSON object per line"
-        ) from error
-    # splitlines() would also cut at U+2028 and the like, which may stand inside a string.
-    lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), start=1)]
-    return [parse_line(line, f"{path}, line {number}") for number, line in lines if line]
+    """Reads a UTF-8 file with one JSON object per line; byte-order marks, CRLF and blank lines are harmless."""
+    rows, position = [], 0
+    with open(path, "rb") as file:  # cut at line feeds alone: U+2028 and the like may stand inside a string
+        for number, raw in enumerate(file, start=1):
+            bad, text = raw.find(b"\0"), ""  # valid UTF-8, but in practice a sign of UTF-16
+            try:
+                text = raw.decode("utf-8")
+            except UnicodeDecodeError as error:
+                bad = error.start
+            if bad >= 0:
+                raise ValueError(
+                    f"{path}: byte {position + bad} is not UTF-8 text (line {number}); save the file as UTF-8, "
+                    "uncompressed, with one JSON object per line"
+                )
+            if line := text.strip().lstrip("\ufeff").strip():  # a mark also where files were joined
+                rows.append(parse_line(line, f"{path}, line {number}"))
+            position += len(raw)
+    return rows
 
 
 def parse_line(line: str, where: str) -> dict:
     """Returns the JSON object of one line."""
     wanted = f"{where}: expected one JSON object per line, got {line[:40]!r}"
     remedy = "write a JSON array or an indented file as one object per line, and complete a line that was cut off"
-    try:
-        row = json.loads(line, strict=False)  # not strict: a raw tab inside a string is accepted
+    try:  # not strict: a raw tab inside a string is accepted
+        row = json.loads(line, strict=False, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
         raise ValueError(f"{wanted} ({error.msg} at column {error.colno}); {remedy}") from error
+    except RecursionError as error:
+        raise ValueError(f"{where}: lists and objects lie too deep inside one another; write them flatter") from error
+    except ValueError as error:  # a key twice, or a number of too many digits
+        raise ValueError(f"{where}: {error}; correct the line") from error
     if isinstance(row, dict):
         return row
     raise ValueError(f"{wanted}; {remedy}")
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict:
+    """Returns a JSON object, whose keys must differ: the `json` module would keep the last value without a word."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
+    return row
 
 
 def read_saved(path: Path, split: str) -> list[dict]:
@@ -207,7 +239,7 @@ def import_datasets(source: str):
 
 def parse_row(row: dict, names: list[str], where: str, need_answer: bool) -> tuple[str | list[dict], str | None, dict]:
     """Splits a row into prompt, answer and the other columns; `names` are the columns of the whole data set."""
-    used = next((name for name in PROMPT_COLUMNS if row.get(name) not in (None, "")), None)
+    used = next((name for name in PROMPT_COLUMNS if not is_blank(row.get(name))), None)
     if used is None:
         raise ValueError(missing_field(row, "prompt", PROMPT_LOOKALIKES, where))
     prompt, reply = row[used], None
@@ -226,35 +258,59 @@ def parse_row(row: dict, names: list[str], where: str, need_answer: bool) -> tup
 def split_reply(messages: list, where: str) -> tuple[list[dict], Any]:
     """Splits a chat into the turns before the reply, and the content of a last assistant turn (None without one)."""
     for turn in messages:
-        if not isinstance(turn, dict) or "role" not in turn or "content" not in turn:
-            raise ValueError(f"{where}: a chat message needs the keys `role` and `content`, got {turn!r:.80}")
-    reply = messages[-1]["content"] if messages and messages[-1]["role"] == "assistant" else None
-    prompt = messages if reply is None else messages[:-1]
-    if not prompt or prompt[-1]["role"] == "assistant":
+        check_turn(turn, where)
+    prompt, reply = messages, None
+    if messages and messages[-1]["role"] == "assistant":
+        prompt = messages[:-1]
+        reply = None if messages[-1].get("tool_calls") else messages[-1]["content"]
+    last = prompt[-1] if prompt else {"role": "assistant"}
+    if last["role"] == "assistant" or (last["role"] == "user" and is_blank(last["content"])):
         raise ValueError(
             f"{where}: the chat has no turn to answer; end it with a user turn, or one reply to such a turn"
         )
     return prompt, reply
 
 
+def check_turn(turn: Any, where: str) -> None:
+    """Refuses a chat message that templates would skip, or write in some form of their own."""
+    if not isinstance(turn, dict) or "role" not in turn or "content" not in turn:
+        raise ValueError(f"{where}: a chat message needs the keys `role` and `content`, got {turn!r:.80}")
+    role, content = turn["role"], turn["content"]
+    if role not in ROLES:  # a reply by another name would stay in the prompt
+        raise ValueError(f"{where}: the role of a chat message is {role!r:.40}, expected one of {', '.join(ROLES)}")
+    calls_tools = role == "assistant" and bool(turn.get("tool_calls"))
+    if not isinstance(content, str) and not (content is None and calls_tools):
+        # many templates would write None or a list as Python shows it
+        kind = type(content).__name__
+        raise ValueError(f"{where}: the content of a chat message is {kind}, expected text; correct the row")
+
+
+def is_blank(value: Any) -> bool:
+    """Whether a value is null or text of nothing but white space."""
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
 def answer_text(value: Any, where: str) -> str | None:
     """Returns a ground truth as text, or None for null, blank text, and NaN (how a table writes null)."""
+    if is_blank(value) or (isinstance(value, float) and math.isnan(value)):
+        return None
     match value:
-        case None:
-            return None
         case str():
-            return value if value.strip() else None
-        case float():
-            return None if math.isnan(value) else str(int(value) if value.is_integer() else value)
-        case int():
+            if SURROGATE.search(value):
+                raise ValueError(f"{where}: the answer holds half a character (surrogate); correct the row")
+            return value
+        case float() if math.isfinite(value):  # by its shortest digits: 1e23 is no whole number in binary
+            return str(int(Decimal(repr(value)))) if value.is_integer() else str(value)
+        case int() if not isinstance(value, bool):  # true: is "True", "true" or "yes" wanted?
             return str(value)
-    kind = type(value).__name__
-    raise ValueError(f"{where}: the answer is {kind}, expected text or a number; give that column another name")
+    kind = f"{value}" if isinstance(value, float) else type(value).__name__
+    raise ValueError(f"{where}: the answer is {kind}, expected text or a finite number; correct or rename that column")
 
 
 def missing_field(row: dict, field: str, lookalikes: tuple[str, ...], where: str) -> str:
     """Words the error for a row without `field`, with the column that is most likely meant."""
-    meant = next((name for name in row if name.lower() in lookalikes and row[name] is not None), None)
+    names = [name for name in row if name != field and name.lower() in lookalikes and not is_blank(row[name])]
+    meant = names[0] if names else None
     remedy = f"rename `{meant}` to `{field}`" if meant else f"add it, or rename the column that holds it to `{field}`"
     return f"{where}: `{field}` is missing or empty; columns found: {', '.join(row) or 'none'}; {remedy}"
 
@@ -271,11 +327,16 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Turns the prompts of a source into token ids, each with one template at most and one BOS."""
     use_template = apply_chat_template and bool(tokenizer.chat_template)
-    markers = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content]
-    is_raw = [
-        isinstance(prompt, str) and (not use_template or any(marker in prompt for marker in markers))
-        for prompt in prompts
-    ]
+    tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content]
+    frame = render(PROBE, tokenizer, "", source) if use_template else ""
+    ending = frame.rpartition(PROBE)[2].strip()  # the header of the reply
+    tells = any(map(str.isalnum, ending))  # not a mere colon, say
+    special, written = pattern(tokens), pattern([token for token in tokens if token in frame])
+
+    def templated(text: str, tokens: re.Pattern) -> bool:
+        return bool(tokens.search(text)) or (tells and text.rstrip().endswith(ending))
+
+    is_raw = [isinstance(prompt, str) and (not use_template or templated(prompt, special)) for prompt in prompts]
     if not use_template and not all(is_raw):
         raise ValueError(
             f"{source}, row {is_raw.index(False)}: chat messages need a chat template, and the tokenizer has none or "
@@ -287,20 +348,37 @@ def encode_prompts(
             "gets no chat template; leave it empty and write it into the prompts"
         )
     if use_template and any(is_raw):
-        print_main(f"{source}: {sum(is_raw)} of {len(prompts)} prompts hold special tokens and get no chat template")
+        print_main(f"{source}: {sum(is_raw)} of {len(prompts)} prompts are templated already and get no chat template")
+    for i, prompt in enumerate(prompts):
+        turns = prompt if isinstance(prompt, list) else []  # of the assistant's, what a policy wrote is left as it is
+        if any(templated(turn["content"], written) for turn in turns if turn["role"] != "assistant"):
+            raise ValueError(
+                f"{source}, row {i}: a chat message holds what the chat template writes around it, so it would be "
+                "there twice; take it out, or give the whole templated text as `prompt`"
+            )
     texts = [
         prompt if raw else render(prompt, tokenizer, system_prompt, f"{source}, row {i}")
         for i, (prompt, raw) in enumerate(zip(prompts, is_raw, strict=True))
     ]
     prompt_ids = tokenize(texts, tokenizer, source)
-    bos = template_bos(tokenizer, source) if use_template else tokenizer_bos(texts[0], tokenizer)
+    if not use_template:
+        bos = tokenizer_bos(texts[0], tokenizer)
+    else:
+        bos = [tokenizer.bos_token_id] if tokenizer.bos_token and frame.startswith(tokenizer.bos_token) else []
     return [ids if ids[: len(bos)] == bos else bos + ids for ids in prompt_ids]
+
+
+def pattern(tokens: list[str]) -> re.Pattern:
+    """Returns what finds any of these tokens in a text."""
+    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
 
 def render(prompt: str | list[dict], tokenizer: PreTrainedTokenizerBase, system_prompt: str, where: str) -> str:
     """Applies the chat template to one prompt, up to the header of the assistant's turn."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if system_prompt and messages[0]["role"] not in ("system", "developer"):
+    # tables give every turn the keys of all, with null where it has none, and templates ask whether a key is there
+    messages = [{k: v for k, v in turn.items() if v is not None or k == "content"} for turn in messages]
+    if system_prompt and not any(turn["role"] in ("system", "developer") for turn in messages):
         messages = [{"role": "system", "content": system_prompt}, *messages]
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -310,22 +388,18 @@ def render(prompt: str | list[dict], tokenizer: PreTrainedTokenizerBase, system_
 
 def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, source: str) -> list[list[int]]:
     """Tokenises texts as they are, without BOS or EOS, and refuses those that leave nothing or cannot be encoded."""
-    prompt_ids = []
+    prompt_ids: list[list[int]] = []
+    shared: dict[int, int] = {}  # one object per token of the vocabulary, not one per token of the data: a fifth
     for start in range(0, len(texts), ROWS_PER_CALL):
         chunk = texts[start : start + ROWS_PER_CALL]
         broken = next((i for i, text in enumerate(chunk, start) if SURROGATE.search(text)), None)
         if broken is not None:
             raise ValueError(f"{source}, row {broken}: the prompt holds half a character (surrogate); correct the row")
-        prompt_ids += tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"]
+        encoded = tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"]
+        prompt_ids += [[shared.setdefault(token, token) for token in ids] for ids in encoded]
     if [] in prompt_ids:
         raise ValueError(f"{source}, row {prompt_ids.index([])}: the prompt has 0 tokens; remove the row or fill it")
     return prompt_ids
-
-
-def template_bos(tokenizer: PreTrainedTokenizerBase, source: str) -> list[int]:
-    """Returns the BOS that the chat template writes: [bos_token_id], or [] for none."""
-    text = render("?", tokenizer, "", source)
-    return [tokenizer.bos_token_id] if tokenizer.bos_token and text.startswith(tokenizer.bos_token) else []
 
 
 def tokenizer_bos(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from typing import Any
 
 import torch
 
@@ -56,20 +57,20 @@ def layout(
     """
     if device not in ("auto", "cuda", "cpu"):
         raise ValueError(f"device = {device!r}: must be auto, cuda or cpu")
-    sampling = tuple(dict.fromkeys([*policy, reference, reward])) if rollout is None else rollout
-    ids = [*policy, reference, reward, *sampling]
-    twice = any(len(set(role)) < len(role) for role in (policy, sampling))
-    if not policy or any(not isinstance(i, int) or i < 0 for i in ids) or twice:
+    roles = (policy, (reference,), (reward,), () if rollout is None else rollout)
+    if not policy or not all(map(_are_numbers, roles)):
         given = f", ROLLOUT_GPU_IDS = {rollout}" if rollout else ""
         raise ValueError(
             f"POLICY_GPU_IDS = {policy}, REFERENCE_GPU_ID = {reference}, REWARD_GPU_ID = {reward}{given}: must be GPU "
-            "numbers from 0, at least one for the policy and none twice in a role; edit these lines at the top of the "
-            "script"
+            "numbers from 0, in a tuple such as (0,) where there may be several, at least one for the policy and none "
+            "twice in a role; edit these lines at the top of the script"
         )
+    sampling = tuple(dict.fromkeys([*policy, reference, reward])) if rollout is None else rollout
+    ids = [*policy, reference, reward, *sampling]
     found = torch.cuda.device_count()
     if device == "cpu" or (device == "auto" and found == 0):
         if device == "auto":
-            print_main("no GPU visible: running on the CPU")
+            print_main("no GPU visible: running on the CPU; with --device cuda that is an error")
         cpu = torch.device("cpu")
         return Layout((cpu,), cpu, cpu, (cpu,) if sampling else ())
     needed = max(ids) + 1
@@ -118,19 +119,19 @@ def distillation_layout(
         raise ValueError(f"device = {device!r}: must be auto, cuda or cpu")
     roles = {"STUDENT_GPU_IDS": student, "ROLLOUT_GPU_IDS": rollout, "TEACHER_GPU_IDS": teacher}
     given = ", ".join(f"{name} = {ids}" for name, ids in roles.items())
-    lists = [ids for ids in roles.values() if ids is not None]
-    ids = {i for ids in lists for i in ids}
-    twice = any(len(set(ids)) < len(ids) for ids in lists) or set(student) & set(rollout or ())
-    if not student or rollout == () or twice or any(not isinstance(i, int) or i < 0 for i in ids):
+    copies = () if rollout is None else rollout
+    holds = all(map(_are_numbers, (student, copies, teacher))) and not set(student) & set(copies)
+    if not student or (rollout is not None and not copies) or not holds:
         raise ValueError(
-            f"{given}: must be GPU numbers from 0, at least one for the student, none twice in a role, and none both "
-            "for the student and for rollouts (ROLLOUT_GPU_IDS = None samples on the student's GPUs); edit these lines "
-            "at the top of the script"
+            f"{given}: must be GPU numbers from 0, in tuples such as (0,), at least one for the student, none twice in "
+            "a role, and none both for the student and for rollouts (ROLLOUT_GPU_IDS = None samples on the student's "
+            "GPUs); edit these lines at the top of the script"
         )
+    ids = {*student, *copies, *teacher}
     found = torch.cuda.device_count()
     if device == "cpu" or (device == "auto" and found == 0):
         if device == "auto":
-            print_main("no GPU visible: running on the CPU")
+            print_main("no GPU visible: running on the CPU; with --device cuda that is an error")
         cpu = (torch.device("cpu"),)
         return DistillationLayout(cpu, rollout and cpu, cpu)
     if found <= max(ids):
@@ -164,8 +165,12 @@ def layout_of_rank(
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     own = [local_rank if id_ is None else id_ for id_ in (reference, reward)]
+    if not all(_are_numbers((id_,)) for id_ in own):
+        named = zip(constants.split(" and "), (reference, reward), strict=False)  # a script may have the first only
+        given = ", ".join(f"{name} = {id_!r}" for name, id_ in named)
+        raise ValueError(f"{given}: must be None, or a GPU number from 0; edit the line at the top of the script")
     found, needed = torch.cuda.device_count(), max(processes - 1, *own) + 1
-    if min(own) >= 0 and found < needed and (device == "cuda" or (device == "auto" and found)):
+    if found < needed and (device == "cuda" or (device == "auto" and found)):
         raise ValueError(
             f"{processes} process(es) on this machine and GPU ids {sorted({*range(processes), *own})} need {needed} "
             f"GPUs, {found} visible: lower torchrun --nproc_per_node, set {constants} to None, or pass "
@@ -203,12 +208,17 @@ def role(name: str, ids: tuple[int, ...] | None, home: torch.device) -> list[tor
     if ids is None or home.type == "cpu":
         return [home]
     found = torch.cuda.device_count()
-    if not ids or len(set(ids)) < len(ids) or not all(isinstance(i, int) and 0 <= i < found for i in ids):
+    if not _are_numbers(ids) or not ids or max(ids) >= found:
         raise ValueError(
             f"{name} = {ids}: must be None, or different GPU numbers below the {found} visible; edit the line at the "
             "top of the script"
         )
     return [torch.device("cuda", i) for i in ids]
+
+
+def _are_numbers(ids: Any) -> bool:
+    """Whether these are GPU numbers, each once: a tuple or list of integers from 0. (0) is none: it lacks a comma."""
+    return isinstance(ids, (tuple, list)) and all(type(i) is int and i >= 0 for i in ids) and len(set(ids)) == len(ids)
 
 
 def synchronize(devices: list[torch.device]) -> None:

@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from common import divergences
+from common.distributed import print_main
 from common.head import add_mm, chunks, kernel, mm, operand, project, softcap_of
 from common.logprobs import LogProbs
 
 SLICES, COMPILED_SLICES = 16, 8  # parts of a chunk whose temporary results are alive at the same time
+NEAR_AN_END = 0.01  # of beta from 0 or 1
 FP16_SCALE = 256.0  # gradients of logits are scaled by this in fp16, whose smallest number is 6e-8
 VALUES = ("divergence", "forward_kl", "reverse_kl", "student_logps", "teacher_logps", "entropy")
 
@@ -69,6 +71,12 @@ class Divergences(LogProbs):
             ValueError: beta or temperature out of range.
         """
         divergences.check(beta, temperature)
+        if 0 < min(beta, 1 - beta) < NEAR_AN_END:
+            end = "forward" if beta < 0.5 else "reverse"
+            print_main(
+                f"warning: beta = {beta}: so near an end the generalized JSD is the {end} KL times "
+                f"{min(beta, 1 - beta):.3g}, a loss of nearly 0; set loss to {end}_kl, or beta further inside"
+            )
         super().__init__(model, temperature, compile)
         self.beta, self.shared, self.head = beta, shared, head
 

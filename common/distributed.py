@@ -53,7 +53,8 @@ def start(device: torch.device, timeout_minutes: float) -> tuple[int, int]:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
         global _peers
-        _peers = Peers(rank(), num_ranks(), dist.PrefixStore("peers", dist.distributed_c10d._get_default_store()))
+        store = dist.PrefixStore("peers", dist.distributed_c10d._get_default_store())
+        _peers = Peers(rank(), num_ranks(), store, timeout_minutes)
     return rank(), num_ranks()
 
 

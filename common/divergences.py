@@ -85,15 +85,16 @@ def check(beta: float, temperature: float) -> None:
 
     Args:
         beta: in [0, 1].
-        temperature: above 0.
+        temperature: above 0 and finite: at infinity all distributions are the uniform one, and nothing is learned.
 
     Raises:
-        ValueError: one of them is not.
+        ValueError: one of them is not, or is no number.
     """
-    if not 0.0 <= beta <= 1.0:
-        raise ValueError(f"beta = {beta}: must be in [0, 1]; 0 is the forward KL, 1 the reverse KL")
-    if not temperature > 0.0:
-        raise ValueError(f"temperature = {temperature}: must be above 0; 1 leaves the logits as they are")
+    number = (int, float)
+    if not isinstance(beta, number) or not 0.0 <= beta <= 1.0:
+        raise ValueError(f"beta = {beta!r}: must be in [0, 1]; 0 is the forward KL, 1 the reverse KL")
+    if not isinstance(temperature, number) or not 0.0 < temperature < math.inf:
+        raise ValueError(f"temperature = {temperature!r}: must be above 0, finite; 1 leaves the logits as they are")
 
 
 def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from common import background
@@ -23,6 +24,7 @@ from common.distributed import print_main
 HUB_TIMEOUT = 4.0  # seconds; the hub's own functions would wait for minutes
 UNUSED_FILES = ["onnx/*", "openvino/*", "*.onnx", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.jpg", "*.jpeg", "*.png"]
 UNUSED_FILES += ["*.gif", "*.webp", "*.svg"]
+PARTS = {"weights": ("*.safetensors", "*.bin"), "tokenizer": ("*tokenizer*", "*vocab*", "*.model")}
 
 
 def answer_part(text: str) -> str:
@@ -40,8 +42,8 @@ def fetch(name: str) -> str:
         What `Embedder` takes: "ngrams" or a folder.
 
     Raises:
-        ValueError: no such folder, a folder without a model, a model that brings its own code, or a hub id that can
-            neither be downloaded nor found in the cache.
+        ValueError: no such folder, a folder without a model or with a part of one, a model that brings its own code, or
+            a hub id that can neither be downloaded nor found in the cache.
     """
     if name == "ngrams":
         return name
@@ -81,7 +83,7 @@ class Embedder:
         self.name, self.devices = name, [torch.device(device) for device in devices]
         self.max_tokens, self.batch_size, self.offload = max_tokens, batch_size, offload
         self.models: list[Any] = []
-        self.seconds_created, self.seconds, self.said = math.nan, math.nan, False
+        self.seconds_created, self.seconds, self.said, self.said_cut = math.nan, math.nan, False, False
 
     def load(self) -> None:
         """Creates the models, if they are not there yet; a first call does it too.
@@ -107,7 +109,8 @@ class Embedder:
             [P, G, D] fp32 on the CPU, of length 1; zeros for an empty answer part.
 
         Raises:
-            ValueError: incomplete groups; at the first call, a model that cannot be loaded.
+            ValueError: incomplete groups; embeddings of another number or width than they must be; at the first call,
+                a model that cannot be loaded.
             FloatingPointError: an embedding that is not finite or has length 0.
         """
         if len(texts) % group_size:
@@ -126,17 +129,26 @@ class Embedder:
         ]
         others = [background.start(self._encode, i, shares[i]) for i in range(1, len(shares))]
         parts = [self._encode(0, shares[0]), *(other.result() for other in others)]
+        if not self.said_cut:
+            self._warn_cut(list(rows_of))
 
         width_of = getattr(self.models[0], "get_embedding_dimension", None)  # older versions: the other name
-        vectors = torch.zeros(len(texts), width_of() if width_of else self.models[0].get_sentence_embedding_dimension())
+        width = width_of() if width_of else self.models[0].get_sentence_embedding_dimension()
+        vectors = torch.zeros(len(texts), width)
         for share, part in zip(shares, parts, strict=True):
+            if share and part.shape != (len(share), width):
+                raise ValueError(
+                    f"similarity_model {_readable(self.name)!r}: embeddings of shape {list(part.shape)} for "
+                    f"{len(share)} texts, must be {[len(share), width]}; set it to another one or to 'ngrams'"
+                )
             lengths = part.norm(dim=-1)
-            for text, vector, length in zip(share, part, lengths, strict=True):
+            for text, vector, length in zip(share, part, lengths[: len(share)], strict=True):
                 if not length.isfinite() or length == 0:
                     wrong = "has length 0" if length == 0 else "is not finite"
                     raise FloatingPointError(
-                        f"similarity embedding {wrong} in row {rows_of[text][0]}, {text[:80]!r}: the model overflows "
-                        "in float16 or is broken; set similarity_model to another one or to 'ngrams'"
+                        f"similarity embedding {wrong} in row {rows_of[text][0]}, {text[:80]!r}: the model "
+                        f"{_readable(self.name)!r} overflows in float16 or is broken; set similarity_model to another "
+                        "one or to 'ngrams'"
                     )
                 vectors[rows_of[text]] = vector / length
         self.seconds = time.perf_counter() - start
@@ -149,6 +161,22 @@ class Embedder:
                 f"{len(texts)} texts embedded in {self.seconds:.2f} s"
             )
         return vectors.view(len(texts) // group_size, group_size, vectors.shape[-1])
+
+    def _warn_cut(self, texts: list[str]) -> None:
+        """Says once that there are texts whose ends the model does not read: they are alike if their beginnings are."""
+        limit, tokenizer = (getattr(self.models[0], name, None) for name in ("max_seq_length", "tokenizer"))
+        if limit is None or not math.isfinite(limit) or not callable(tokenizer):
+            return
+        # a token has a byte at least; and some are added to each text
+        texts = [text for text in texts if len(text.encode("utf-8", "surrogatepass")) + 8 > limit]
+        ids = tokenizer(texts, truncation=False, verbose=False)["input_ids"] if texts else []
+        if cut := sum(len(tokens) > limit for tokens in ids):
+            self.said_cut = True
+            remedy = "raise similarity_max_tokens" if limit == self.max_tokens else "choose a model that reads more"
+            print_main(
+                f"warning: {cut} responses have more tokens than the {limit} that {_readable(self.name)} reads: their "
+                f"ends are not compared; {remedy}"
+            )
 
     def _encode(self, number: int, texts: list[str]) -> torch.Tensor:
         """Embeddings of the texts by one of the models, fp32 on the CPU, not yet of length 1."""
@@ -227,7 +255,7 @@ def _download(name: str) -> Path:
 
 
 def _check_folder(name: str, folder: Path) -> None:
-    """Refuses a folder without a model, and one whose modules are its own code."""
+    """Refuses a folder without a model or with a part of one, and one whose modules are its own code."""
     if not (folder / "config.json").is_file() and not (folder / "modules.json").is_file():
         raise ValueError(f"similarity_model {name!r}: no config.json or modules.json in it; give the folder of a model")
     if (folder / "modules.json").is_file():
@@ -237,6 +265,17 @@ def _check_folder(name: str, folder: Path) -> None:
             raise ValueError(
                 f"similarity_model {name!r} brings its own code, {foreign}, which is not run: choose another model"
             )
+    for what, patterns in PARTS.items():  # or a download that was broken off would be found out after a rollout
+        if not any(any(folder.rglob(pattern)) for pattern in patterns):
+            raise ValueError(
+                f"similarity_model {name!r}: no {what} ({', '.join(patterns)}) in {folder}; download all of the model"
+            )
+    for path in folder.rglob("*.safetensors"):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except SafetensorError as error:  # cut off, or what Git LFS puts in place of a file
+            raise ValueError(f"similarity_model {name!r}: {path} is damaged ({error}); download it again") from error
 
 
 def _load(name: str, device: torch.device, max_tokens: int) -> Any:

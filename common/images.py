@@ -154,7 +154,8 @@ def encode(
         Token ids up to the header of the assistant's turn, one per visual token.
 
     Raises:
-        ValueError: a text holds a token that stands for images, or images and their places differ in number.
+        ValueError: a text holds a token that stands for images, an image is too long for its width, or images and their
+            places differ in number.
     """
     for text in _texts(messages):
         for token in SPECIALS:
@@ -169,7 +170,10 @@ def encode(
         raise ValueError(f"{len(sizes)} images for a prompt with {len(after)} places for one: they must be as many")
     pixels = processor.image_processor
     for (width, height), part in zip(sizes, after, strict=True):
-        num_tokens = pixels.get_number_of_image_patches(height, width) // pixels.merge_size**2
+        try:
+            num_tokens = pixels.get_number_of_image_patches(height, width) // pixels.merge_size**2
+        except ValueError as error:  # too long for its width
+            raise ValueError(f"an image of {width} x {height} pixels cannot be shown ({error}): crop it") from error
         before += processor.image_token * num_tokens + part
     return processor.tokenizer(before, add_special_tokens=False, verbose=False)["input_ids"]
 

@@ -190,7 +190,7 @@ def check(module: ModuleType, cfg: Any) -> None:
         teacher = () if getattr(cfg, "teacher_url", "") else getattr(module, "TEACHER_GPU_IDS", ())
         devices.distillation_layout(student, rollout, teacher, cfg.device)
     elif hasattr(module, "POLICY_GPU_IDS"):
-        own = next(iter(module.POLICY_GPU_IDS), 0)
+        own = next(iter(_numbers(module, "POLICY_GPU_IDS", (0,))), 0)
         places = [getattr(module, name, own) for name in ("REFERENCE_GPU_ID", "REWARD_GPU_ID")]
         sampling = {"rollout": module.ROLLOUT_GPU_IDS} if hasattr(module, "ROLLOUT_GPU_IDS") else {}
         devices.layout(module.POLICY_GPU_IDS, *places, cfg.device, **sampling)

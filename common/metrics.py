@@ -28,7 +28,7 @@ class Log:
     """Collects the numbers of a step over micro-batches, devices and ranks, and writes one line per step."""
 
     def __init__(self, out_dir: str, start: int, steps: int, gpus: list[torch.device]):
-        """Opens the files of a run; lines of steps after `start`, which will be taken again, are removed.
+        """Opens the files of a run; lines of steps after `start`, which will be taken again, are removed; a collective.
 
         Args:
             out_dir: of the run.
@@ -42,15 +42,17 @@ class Log:
         self._weights: dict[tuple[str, torch.device | None], Any] = {}
         self._max: dict[str, Any] = {}
         self._warned: set[str] = set()
-        if not self.is_main:
-            return
-        from torch.utils.tensorboard import SummaryWriter
+        found = False
+        if self.is_main:
+            from torch.utils.tensorboard import SummaryWriter
 
-        self.out_dir.mkdir(parents=True, exist_ok=True)
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            keep_lines(self.out_dir / name, start if start else -1)  # a new run evaluates the starting model again
-        self._board = SummaryWriter(str(self.out_dir / "tensorboard"), purge_step=start + 1)
-        self._bar = tqdm(initial=start, total=steps, unit="step", dynamic_ncols=True)
+            self.out_dir.mkdir(parents=True, exist_ok=True)
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                keep_lines(self.out_dir / name, start if start else -1)  # a new run evaluates the starting model again
+            found = _has_evaluation(self.out_dir / "metrics.jsonl", start)
+            self._board = SummaryWriter(str(self.out_dir / "tensorboard"), purge_step=start + 1)
+            self._bar = tqdm(initial=start, total=steps, unit="step", dynamic_ncols=True)
+        self._start, self._evaluated = start, distributed.any_rank(found)
 
     def add(self, weight: float | torch.Tensor = 1.0, **values: float | torch.Tensor) -> None:
         """Adds to this step's averages; tensors stay on their device until the step ends.
@@ -193,6 +195,16 @@ class Log:
             raise ValueError(f"step {step}: the reward is NaN for every completion: check reward function and answers")
         return line
 
+    def evaluation_due(self, cfg: Any) -> bool:
+        """Whether to evaluate before the first step: a new run, or one whose service stayed away in an evaluation.
+
+        Args:
+            cfg: the Config.
+        """
+        if not (cfg.eval_data and cfg.eval_every) or self._evaluated:
+            return False
+        return self._start % cfg.eval_every == 0 or self._start == cfg.steps
+
     def eval(self, step: int, **values: float) -> None:
         """Writes the line of an evaluation.
 
@@ -302,6 +314,12 @@ def keep_lines(path: Path, last_step: int) -> None:
     temporary.write_text("".join(kept), encoding="utf-8")
     storage.sync(temporary)
     os.replace(temporary, path)
+
+
+def _has_evaluation(path: Path, step: int) -> bool:
+    """Whether metrics.jsonl holds the results of an evaluation after this step."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return any(line["step"] == step and any(name.startswith("eval_") for name in line) for line in lines)
 
 
 def _finite(value: Any) -> Any:

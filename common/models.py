@@ -2,13 +2,16 @@
 
 import copy
 import hashlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -114,6 +117,7 @@ def load_policy(
             "save the model with a pad token added, and give that folder",
         )
         model = adapters.resume(model, source, lora) if saved else adapters.add(model, lora)
+        require_finite(model, source)
         # a folder by its whole path: a run may be resumed from elsewhere
         folder = Path(base).expanduser()
         where = str(folder.resolve()) if folder.is_dir() and base not in BUILT_IN else base
@@ -151,8 +155,44 @@ def load_spread(name: str, devices: list[torch.device], dtype: str) -> PreTraine
         return load_frozen(name, devices[0], dtype)
     room = {device.index: torch.cuda.mem_get_info(device)[0] for device in devices}
     model = _read(name, pick_dtype(dtype, devices[0]), device_map="balanced", max_memory=room)
+    require_finite(model, find(name))
     logprobs.check_head(model)
     return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def require_finite(model: nn.Module, source: str) -> None:
+    """Requires that no weight is NaN or infinite; of weights in 8 or 4 bits their scales are looked at.
+
+    Args:
+        model: on its devices, each of which reads its weights once.
+        source: what it was loaded from, as `find` gives it.
+
+    Raises:
+        ValueError: names the weight, and its file if `source` is a folder.
+    """
+    for name, weight in model.named_parameters():
+        scales = getattr(getattr(weight, "quant_state", None), "absmax", None), getattr(weight, "SCB", None)
+        for values in (weight, *scales):
+            if values is None or not values.is_floating_point() or values.numel() == 0 or values.element_size() < 2:
+                continue  # torch reduces no numbers of 8 bits
+            # no temporary of the size of the weight, as isfinite() makes; NaN passes through the reduction
+            bad = [value for value in torch.stack(torch.aminmax(values.detach())).tolist() if not math.isfinite(value)]
+            if bad:
+                raise ValueError(
+                    f"model {source!r}: weight {name}{_file_of(name, source)} holds {bad[0]} in {values.dtype}: must "
+                    "be finite numbers; its training had diverged when it was saved, the file is damaged, or the dtype "
+                    "is too narrow: take an older checkpoint, or dtype bf16 or fp32"
+                )
+
+
+def _file_of(name: str, source: str) -> str:
+    """Where a weight stands, for a message; a model may name it with another beginning than its file."""
+    for path in sorted(Path(source).glob("*.safetensors")) if Path(source).is_dir() else ():
+        with safe_open(path, "pt") as file:
+            if any(f".{name}".endswith(f".{key}") or key.endswith(f".{name}") for key in file.keys()):  # noqa: SIM118
+                return f" of {path.name}"
+    return ""
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -219,7 +259,26 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) ->
     ids.discard(None)
     if not ids:
         raise ValueError("tokenizer and model name no end token: set tokenizer.eos_token, or no completion ever ends")
+    turn_end = _turn_end(tokenizer)
+    if turn_end is not None and turn_end not in ids:
+        print_main(
+            f"warning: the chat template ends a reply with {tokenizer.convert_ids_to_tokens(turn_end)!r}, which ends "
+            "no completion here; if the policy writes it, set it as tokenizer.eos_token"
+        )
     return sorted(ids)
+
+
+def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that the chat template writes after a reply, if it writes one."""
+    if not tokenizer.chat_template:
+        return None
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "PROBE"}]
+    try:
+        after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("PROBE")[2].strip()
+    except (jinja2.TemplateError, TypeError, ValueError):  # not for such a chat: prompts will tell whether that matters
+        return None
+    special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return next((i for token, i in special.items() if token and after.startswith(token)), None)
 
 
 @contextmanager
@@ -355,6 +414,7 @@ def _load(name: str, device: torch.device, dtype: str, bits: int = 0) -> PreTrai
     model = _read(name, kind, bits=bits, device_map={"": device}) if bits else _read(name, kind).to(device)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and model.num_parameters() < SMALL:
         torch.set_num_threads(1)
+    require_finite(model, find(name))
     logprobs.check_head(model)
     return model
 
@@ -394,5 +454,6 @@ def _switch_dropout_off(model: nn.Module) -> None:
 def _not_found(name: str) -> str:
     return (
         f"model {name!r} is neither 'toy' or 'toy-teacher', nor a folder with config.json, weights and tokenizer, nor "
-        "a model that could be downloaded: check the name and the network, or download it elsewhere and give the folder"
+        "a model that could be downloaded: check the name and the network, or download it and give the folder."
+        " Code that comes with a model is never run: it must be of a kind that transformers knows"
     )

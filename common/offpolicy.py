@@ -3,9 +3,12 @@
 GKD (arXiv 2306.13649, Eq. 4) mixes them with on-policy ones; `draw` decides for a whole step, alike on all ranks.
 """
 
+import fcntl
 import hashlib
 import json
+import os
 import random
+import zlib
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +18,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from common import distributed, rollout
+from common import distributed, rollout, storage
+from common.config import require
 from common.data import Example
 from common.rollout import RolloutBatch
 
@@ -53,12 +57,14 @@ def batch(
 
     Args:
         prompts: token ids.
-        completions: token ids, at least one each, with their end tokens.
+        completions: token ids, at least one each, with their end tokens; what follows the first of those is left out.
         pad_id: what stands where there is no token.
         end_ids: every token that ends a completion.
         device: of the student.
     """
-    tokens_BC = pad_sequence([torch.tensor(ids) for ids in completions], True, -1).to(device)
+    cuts = [next((t for t, token in enumerate(ids, 1) if token in end_ids), len(ids)) for ids in completions]
+    kept = [torch.tensor(ids[:cut]) for ids, cut in zip(completions, cuts, strict=True)]
+    tokens_BC = pad_sequence(kept, True, -1).to(device)
     return rollout.assemble(prompts, 1, tokens_BC, torch.zeros(tokens_BC.shape, device=device), pad_id, end_ids)
 
 
@@ -74,8 +80,10 @@ def answers(
         shared: number of the first token ids that student and teacher share.
 
     Raises:
-        ValueError: an answer holds another id.
+        ValueError: an answer holds another id, or the tokenizer has no end token.
     """
+    require(tokenizer.eos_token_id is not None, "the tokenizer has no end token", "an answer of the data ends with it",
+            "set eos_token and save the tokenizer with the student")  # fmt: skip
     texts = [example.answer for example in examples]
     ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     completions = [[*tokens, tokenizer.eos_token_id][:max_new_tokens] for tokens in ids]
@@ -94,7 +102,7 @@ def recipe(
     """All that a teacher's own completions of a data set depend on.
 
     Args:
-        teacher: of common/teachers.py or common/teacher_client.py.
+        teacher: of common/teachers.py or common/teacher_client.py, after `teachers.agree`.
         examples: all rows: another file under the same name, or another template, has other tokens.
         seed: of the run.
         temperature: of sampling; 0 takes the most likely token.
@@ -103,8 +111,8 @@ def recipe(
     digest = hashlib.sha256()
     for example in examples:
         digest.update(array("q", [example.index, len(example.prompt_ids), *example.prompt_ids]).tobytes())
-    return dict(teacher=teacher.name, weights=teacher.weights, prompts=digest.hexdigest(), seed=seed,
-                temperature=temperature, max_new_tokens=max_new_tokens)  # fmt: skip
+    return dict(teacher=teacher.name, weights=teacher.weights, shared=teacher.shared, prompts=digest.hexdigest(),
+                seed=seed, temperature=temperature, max_new_tokens=max_new_tokens)  # fmt: skip
 
 
 class TeacherAnswers:
@@ -112,7 +120,8 @@ class TeacherAnswers:
 
     They depend on the row and the seed only, not on when or with which others they were asked for: a run that is
     resumed, and one on another number of ranks, trains on the same ones. Each rank writes a file of its own and reads
-    those of all.
+    those of all. Every row carries a checksum: one that is damaged is generated again. Runs of the same recipe may
+    share a folder at the same time.
     """
 
     def __init__(self, folder: str, teacher: Any, recipe: dict[str, Any]):
@@ -130,18 +139,14 @@ class TeacherAnswers:
         self.path = Path(folder) / f"teacher_answers-rank{distributed.rank()}.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for path in sorted(self.path.parent.glob("teacher_answers-rank*.jsonl")):
-            text = path.read_text(encoding="utf-8")
-            whole = text[: text.rfind("\n") + 1]  # what follows the last line break was cut off by a kill
-            if path == self.path and whole != text:
-                path.write_text(whole, encoding="utf-8")
-            lines = [json.loads(line) for line in whole.splitlines()]
-            changed = [f"{name} {lines[0].get(name)!r} -> {new!r}" for name, new in recipe.items()
-                       if lines and lines[0].get(name) != new]  # fmt: skip
-            if changed:
-                raise ValueError(
-                    f"{path} was generated otherwise ({', '.join(changed)}): delete it, or give another seq_kd_cache"
-                )
-            self.known |= {row["index"]: row["completion_ids"] for row in lines[1:]}
+            lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last line break was cut off by a kill
+            if lines:
+                self._require_own(path, lines[0])
+            rows = [row for row in map(_parsed, lines[1:]) if row.get("check") == self._check(row)]
+            self.known |= {row["index"]: row["completion_ids"] for row in rows}
+            if len(rows) < len(lines) - 1:
+                distributed.print_main(f"warning: {path}: {len(lines) - 1 - len(rows)} rows are damaged, or were "
+                                       "edited: those are generated again")  # fmt: skip
 
     def get(self, examples: Sequence[Example]) -> list[list[int]]:
         """Completions of these rows, those that are not known yet by the teacher.
@@ -151,6 +156,9 @@ class TeacherAnswers:
 
         Returns:
             Token ids, end tokens included.
+
+        Raises:
+            ValueError: another run has begun the file meanwhile, from another recipe.
         """
         missing = list({e.index: e for e in examples if e.index not in self.known}.values())
         if missing:
@@ -162,8 +170,50 @@ class TeacherAnswers:
                 max_new_tokens=self.recipe["max_new_tokens"],
             )
             rows = [{"index": e.index, "completion_ids": ids} for e, ids in zip(missing, generated, strict=True)]
-            with open(self.path, "a", encoding="utf-8") as file:
-                head = [] if file.tell() else [self.recipe]
-                file.write("".join(json.dumps(line) + "\n" for line in [*head, *rows]))
+            self._append([row | {"check": self._check(row)} for row in rows])
             self.known |= {row["index"]: row["completion_ids"] for row in rows}
         return [self.known[e.index] for e in examples]
+
+    def _append(self, rows: list[dict[str, Any]]) -> None:
+        """Writes rows behind those that are there, by this run or by another one."""
+        with open(self.path, "a+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed: half a line of each is no line at all
+            except OSError as error:
+                if error.errno not in storage.NO_LOCKS:  # without one, such rows are generated again
+                    raise
+            end = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            head = file.readline()
+            if head.endswith(b"\n"):
+                self._require_own(self.path, head)
+                file.seek(end - 1)
+                if file.read() != b"\n":  # a kill left the beginning of a row
+                    file.seek(0)
+                    file.truncate(file.read().rfind(b"\n") + 1)
+            else:
+                file.truncate(0)
+                rows = [self.recipe, *rows]
+            file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+
+    def _check(self, row: dict[str, Any]) -> int:
+        """Checksum of a row and the recipe."""
+        return zlib.crc32(json.dumps([self.recipe, row.get("index"), row.get("completion_ids")]).encode())
+
+    def _require_own(self, path: Path, head: bytes) -> None:
+        """Refuses a file that begins with another recipe."""
+        was = _parsed(head)
+        changed = [f"{name} {was.get(name)!r} -> {new!r}" for name, new in self.recipe.items() if was.get(name) != new]
+        if changed:
+            raise ValueError(
+                f"{path} was generated otherwise ({', '.join(changed)}): delete it, or give another seq_kd_cache"
+            )
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    """A line of a file; empty if it is none."""
+    try:
+        row = json.loads(line)
+    except ValueError:  # not JSON, or not UTF-8
+        return {}
+    return row if isinstance(row, dict) else {}

@@ -99,6 +99,9 @@ class AdamW:
         self._good_steps = torch.zeros((), dtype=torch.int32, device=self._device)
         self._steps = torch.zeros((), device=self._device)
         self._norm = torch.zeros((), device=self._device)  # of the last step; once not finite it stays, until check()
+        self._loss = torch.zeros((), device=self._device)  # likewise, of all ranks
+        self._losses: list[torch.Tensor] = []  # since the last step, each on its device: no GPU waits for another
+        self._overflows = torch.zeros((), device=self._device)  # steps skipped in fp16, until check()
 
     @property
     def masters(self) -> list[torch.Tensor]:
@@ -111,7 +114,11 @@ class AdamW:
         return self._scale.item()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call backward() on: multiplied by the loss scale, which is 1 except in fp16."""
+        """The loss to call backward() on: multiplied by the loss scale, which is 1 except in fp16.
+
+        It is remembered until the next step, which is skipped if the loss is not finite, whatever the gradient is.
+        """
+        self._losses.append(loss.detach())
         return loss * self._scale.to(loss.device, non_blocking=True) if self._dynamic else loss
 
     @torch.no_grad()
@@ -119,7 +126,8 @@ class AdamW:
         """Clips the gradient, takes one step, and clears the gradients; `onload`s first what is offloaded.
 
         The step is skipped where the gradient is not finite. In fp16 that halves the loss scale; in other dtypes all
-        later steps are skipped too, until `check` reports it.
+        later steps are skipped too, until `check` reports it. A loss that is not finite, on any rank, has that effect
+        in every dtype: no loss scale can help. A collective where there are several ranks.
 
         Args:
             max_grad_norm: the global gradient norm is scaled down to this; above 0, inf for never.
@@ -130,12 +138,14 @@ class AdamW:
         if self._offload != "always":
             self.onload()
         norm = self._grad_norm()
+        self._loss = torch.where(self._loss.isfinite(), self._sum_losses(), self._loss)
         if self._dynamic:
             norm = norm.nan_to_num(math.inf, math.inf)
+            self._overflows += 1.0 - norm.isfinite().float()
         else:
             norm = self._norm = torch.where(self._norm.isfinite(), norm, self._norm)
         # the kernel divides by grad_scale, does nothing if found_inf is exactly 1, and leaves it to us to count steps
-        found_inf = 1.0 - norm.isfinite().float()
+        found_inf = 1.0 - (norm.isfinite() & self._loss.isfinite()).float()
         grad_scale = self._scale * (norm / max_grad_norm).clamp(min=1.0)
         self._steps += 1.0 - found_inf
         state = self._streamed() if self.offloaded else self._resident()
@@ -157,24 +167,30 @@ class AdamW:
             torch._amp_update_scale_(self._scale, self._good_steps, found_inf, 2.0, 0.5, GOOD_STEPS)
         return norm
 
-    def check(self) -> None:
+    def check(self) -> int:
         """Reports the steps since the last call that failed; waits for the GPU, so once per rollout step is enough.
 
+        Returns:
+            Steps that were skipped since the last call because fp16 gradients overflowed.
+
         Raises:
-            FloatingPointError: a gradient was not finite, and weights and state are those before that step; or, in
-                fp16, not even a loss scale of 1 is small enough. Steps are taken again after it was raised.
+            FloatingPointError: a loss or a gradient was not finite, and weights and state are those before that step;
+                or, in fp16, not even a loss scale of 1 is small enough. Steps are taken again after it was raised.
         """
-        value = self._scale.item() if self._dynamic else self._norm.item()
-        if self._dynamic and value < 1.0:
+        loss, norm, scale, overflows = torch.stack([self._loss, self._norm, self._scale, self._overflows]).tolist()
+        for kept in (self._loss, self._norm, self._overflows):
+            kept.zero_()
+        if math.isfinite(loss) and self._dynamic and scale < 1.0:
             raise FloatingPointError(
-                f"loss scale {value}: fp16 gradients overflow at every loss scale from 1 up; use dtype bf16 or fp32"
+                f"loss scale {scale}: fp16 gradients overflow at every loss scale from 1 up; use dtype bf16 or fp32"
             )
+        name, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
         if not math.isfinite(value):
-            self._norm.zero_()
             raise FloatingPointError(
-                f"gradient norm is {value}, not finite: the step was not taken, the weights are unchanged since; "
-                "resume from the last checkpoint with a lower learning_rate, or in dtype fp32"
+                f"{name} is {value}, not finite: the step was not taken, the weights are unchanged since; look at the "
+                "batch, and resume from the last checkpoint with a lower learning_rate, or in dtype fp32"
             )
+        return int(overflows)
 
     def make_room(self) -> float:
         """Moves the state out of the way of a rollout, if the optimizer was told to.
@@ -252,11 +268,22 @@ class AdamW:
         for i, master in enumerate(self.masters):
             self._own(i).copy_(master)
         self._steps.copy_(steps)
-        self._norm.zero_()
+        for kept in (self._loss, self._norm, self._overflows):
+            kept.zero_()
+        self._losses.clear()
         loss_scale, good_steps = state["loss_scale"].tolist()
         if self._dynamic and loss_scale > 1.0:  # 1 was saved without fp16: the fresh scale stays
             self._scale.fill_(loss_scale)
             self._good_steps.fill_(int(good_steps) % GOOD_STEPS)
+
+    def _sum_losses(self) -> torch.Tensor:
+        """What `scale` was called with since the last step, added up over micro-batches and ranks."""
+        losses = [loss.to(self._device, torch.float32, non_blocking=True).reshape(()) for loss in self._losses]
+        self._losses.clear()
+        total = torch.stack([torch.zeros_like(self._loss), *losses]).sum()
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        return total
 
     def _grad_norm(self) -> torch.Tensor:
         """Norm of the gradient without the loss scale, summed in fp32; what has no gradient counts as zero."""

@@ -16,15 +16,17 @@ class Peers:
     Nothing in it waits: it is asked when a collective has failed.
     """
 
-    def __init__(self, rank: int, num_ranks: int, store: dist.Store):
+    def __init__(self, rank: int, num_ranks: int, store: dist.Store, timeout_minutes: float):
         """Tells the others who this is.
 
         Args:
             rank: of this process.
             num_ranks: processes together.
             store: that all ranks share.
+            timeout_minutes: how long ranks wait for one another.
         """
-        self.rank, self.num_ranks, self.store, self.count = rank, num_ranks, store, 0
+        self.rank, self.num_ranks, self.store, self.timeout_minutes = rank, num_ranks, store, timeout_minutes
+        self.count = 0
         self.store.set(f"process{rank}", f"{os.getpid()} {socket.gethostname()}")
 
     def arrive(self) -> None:
@@ -49,8 +51,9 @@ class Peers:
         if gone:
             return ", ".join(f"rank {rank} (process {pid}) is gone" for rank, pid in gone)
         late = [rank for rank, count in enumerate(counts) if count < self.count]
-        return ", ".join(f"rank {rank} (process {processes[rank][0]} on {processes[rank][1]}) did not come"
-                         for rank in late)  # fmt: skip
+        named = ", ".join(f"rank {rank} (process {processes[rank][0]} on {processes[rank][1]})" for rank in late)
+        in_time = f"did not come within {self.timeout_minutes:g} minutes; if it is only slow, raise TIMEOUT_MINUTES"
+        return f"{named} {in_time}" if late else ""
 
 
 def is_alive(pid: int) -> bool:

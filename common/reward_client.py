@@ -11,6 +11,7 @@ A score that the policy earned, 0 included, is a score. An item that the service
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Sequence
 from numbers import Real
@@ -28,7 +29,7 @@ MOST_LOST = 0.2  # of the items of a step: above, the service is as good as away
 FLAT_STEPS = 5  # calls in a row with equal scores, or with next to nothing that parses, before a warning
 LEAST_PARSED = 0.1  # share of completions
 MEND = "Mend the service, then run the same command: what was sampled is scored first"
-NOT_METRICS = ("id", "ok", "score", "ms")
+NOT_METRICS = ("id", "ok", "score", "ms", "service")  # the last is the name of the score among the metrics
 
 
 class RewardService:
@@ -101,7 +102,8 @@ class RewardService:
         except (RuntimeError, ValueError) as error:  # it is there, and of no use
             raise OutageError(f"{error}. {MEND}") from error
         if failed:
-            said = f"{len(failed)} of {len(items)} completions were not scored, such as: {next(iter(failed.values()))}"
+            such = str(next(iter(failed.values())))
+            said = f"{len(failed)} of {len(items)} completions were not scored, such as: {such:.500}"
             if len(failed) > MOST_LOST * len(items):
                 raise OutageError(f"{self.service.url}: {said}. {MEND}")
             print_main(f"warning: {said}; they are left out")
@@ -215,7 +217,7 @@ def _parts(sizes: list[int], rows: list[int]) -> list[list[int]]:
 def _read(body: bytes, url: str) -> dict[str, Any]:
     try:
         answer = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RuntimeError(f"{url} answered {body[:80]!r}, which is no JSON ({error})") from error
     if not isinstance(answer, dict):
         raise RuntimeError(f"{url} answered {body[:80]!r}: must be a JSON object")
@@ -223,7 +225,8 @@ def _read(body: bytes, url: str) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    # compared, not converted: an integer of JSON may be larger than any float
+    return isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _number(result: dict[str, Any] | None, name: str) -> float:

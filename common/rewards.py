@@ -5,6 +5,7 @@ completion. `columns` are the other columns of the data, and `completion_tokens`
 included. NaN means "this row cannot be scored": it is dropped from the loss and counted. Any other failure raises.
 """
 
+import copy
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -180,9 +181,9 @@ def score(
         Weighted sum, fp32 [B], and the values by `__name__`, fp32 [B] each; on CPU, NaN = unscored.
 
     Raises:
-        ValueError: wrong number of values; a value that is no finite fp32 number; a name used twice; nothing to score
-            with.
-        RuntimeError: a reward function raised; the error is its cause.
+        ValueError: wrong number of values; a value, or the sum, that is no finite fp32 number; a name used twice;
+            nothing to score with.
+        RuntimeError: a reward function raised or exited; the error is its cause.
     """
     rewards = [(getattr(function, "__name__", repr(function)), function, weight) for function, weight in functions]
     rewards += [(name, values, weight) for name, (values, weight) in (extra or {}).items()]
@@ -202,15 +203,20 @@ def score(
         values = _call(reward, name, completions, answers, columns) if callable(reward) else reward
         scores[name] = _checked(name, values, completions)
         total_B += weight * scores[name] if weight else 0.0
+        if total_B.isinf().any():
+            row = int(total_B.isinf().nonzero()[0])
+            raise ValueError(f"reward {name} times weight {weight} exceeds fp32 in the sum of row {row}: scale it down")
     return total_B, scores
 
 
 def _call(
     function: Callable[..., Any], name: str, completions: list[str], answers: list[str], columns: Mapping[str, list]
 ) -> Any:
+    # Copies: the lists are logged and given to the next function, their values come back in the next epoch.
+    own = {key: [copy.deepcopy(x) if isinstance(x, (list, dict)) else x for x in xs] for key, xs in columns.items()}
     try:
-        return function(completions, answers, **columns)
-    except Exception as error:
+        return function(list(completions), list(answers), **own)
+    except (Exception, SystemExit) as error:  # SystemExit: it would end the run as if all were well
         rows = f"rows 0 to {len(completions) - 1}"
         raise RuntimeError(f"reward {name} raised {type(error).__name__} on {rows}: {error}") from error
 
@@ -243,7 +249,8 @@ class RewardModel:
         dtype: of the weights; scores are fp32 in any case.
 
     Raises:
-        ValueError: more than one label, weights missing in the checkpoint, or no token to pad with.
+        ValueError: it cannot be loaded, or is of a kind that transformers does not know; more than one label,
+            weights missing in the checkpoint or not finite, or no token to pad with.
     """
 
     def __init__(
@@ -251,20 +258,37 @@ class RewardModel:
     ) -> None:
         from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-        safe = {"trust_remote_code": False}  # unset, transformers would ask on the terminal
-        labels = AutoConfig.from_pretrained(name_or_folder, **safe).num_labels
+        from common.models import require_finite  # brings all that a policy needs, and a reward function does not
+
+        try:
+            labels = AutoConfig.from_pretrained(name_or_folder, trust_remote_code=False).num_labels
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"reward model {name_or_folder!r} cannot be loaded: give a folder with config.json, weights and "
+                "tokenizer, or a hub id; code that comes with a model is never run, so that its kind must be one that "
+                f"transformers knows ({error})"
+            ) from error
         if labels != 1:
             raise ValueError(f"{name_or_folder} has {labels} labels: a reward model has one; choose another checkpoint")
-        self.tokenizer = AutoTokenizer.from_pretrained(name_or_folder, padding_side="right", **safe)
+        self.tokenizer = AutoTokenizer.from_pretrained(name_or_folder, padding_side="right", trust_remote_code=False)
         model, loading = AutoModelForSequenceClassification.from_pretrained(
-            name_or_folder, dtype=dtype, output_loading_info=True, **safe
+            name_or_folder, dtype=dtype, output_loading_info=True, trust_remote_code=False
         )
         if missing := sorted(loading["missing_keys"]):  # transformers fills them with random numbers
             raise ValueError(f"{name_or_folder} lacks the weights {missing}: choose a trained reward model")
         self.model = model.to(device).eval()
+        require_finite(self.model, name_or_folder)
         config = self.model.config.get_text_config()
         self.max_tokens = min(self.tokenizer.model_max_length, getattr(config, "max_position_embeddings", math.inf))
         _pad_alike(self.tokenizer, config)
+        bos, self._written, self._ending = self.tokenizer.bos_token or "", [], ""
+        if self.tokenizer.chat_template:
+            frame = self._text("?", "PROBE")
+            tokens = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+            self._written = [token for token in tokens if token and token != bos and token in frame]
+            self._start, self._ending = bos if frame.startswith(bos) else "", frame.rpartition("PROBE")[2]
+        else:  # what the tokenizer puts before a text
+            self._start = bos if self.tokenizer("?")["input_ids"][:1] == [self.tokenizer.bos_token_id] else ""
 
     def scores(
         self, prompts: Sequence[str | list[dict]], completions: Sequence[str], batch_size: int = 16
@@ -272,7 +296,8 @@ class RewardModel:
         """Score each completion as the answer to its prompt, in the model's own chat template if it has one.
 
         Args:
-            prompts: B user texts or message lists, without the chat template of the policy.
+            prompts: B user texts or message lists; or texts that hold tokens of this model's chat template, which is
+                then not applied again.
             completions: B texts.
             batch_size: conversations in one forward; does not change the scores.
 
@@ -291,11 +316,14 @@ class RewardModel:
         return scores_B
 
     def _text(self, prompt: str | list[dict], completion: str) -> str:
+        if isinstance(prompt, str) and any(token in prompt for token in self._written):
+            return self._start + prompt.removeprefix(self._start) + completion + self._ending
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self.tokenizer.chat_template:
             messages = [*messages, {"role": "assistant", "content": completion}]
             return self.tokenizer.apply_chat_template(messages, tokenize=False)
-        return "\n".join(message["content"] for message in messages) + completion
+        text = "\n".join(message["content"] or "" for message in messages) + completion
+        return text.removeprefix(self._start)  # the tokenizer puts one there
 
     @torch.inference_mode()
     def _forward(self, texts: list[str]) -> torch.Tensor:

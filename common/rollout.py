@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common import attention, fallback, memory, sampling
+from common.config import require
 from common.distributed import print_main
 from common.engine import Engine
 from common.images import Images, is_vlm
@@ -281,7 +282,7 @@ class Sampler:
         self.max_new_tokens = max_new_tokens
         self.how = Sampling(1.0, top_p, top_k, min_p, min_new_tokens)
         self.engines: list[Engine | None] = []
-        self.said_window = False
+        self.said_window, self.said_places = False, False
         for replica in replicas:
             support = attention.install(replica)
             fits = support.window >= max_new_tokens  # prompts are looked at when they are there
@@ -321,8 +322,10 @@ class Sampler:
             FloatingPointError: the policy gave something that is not finite.
             HopelessError: memory does not suffice for one group at a time; as long as more than one do not fit, fewer
                 are decoded at once, which gives the same completions.
-            ValueError: the images are not those of the prompts.
+            ValueError: the images are not those of the prompts, or the policy has no positions for the longest prompt
+                and its completions.
         """
+        self._require_places(max(map(len, prompts)) + self.max_new_tokens)
         if images is not None:
             images.check([len(ids) for ids in prompts])
         elif is_vlm(self.replicas[0].config):
@@ -380,6 +383,18 @@ class Sampler:
             return self.engines[replica].decode(*work, self.rollout_batch, images)
         ids = self.end_ids, self.suppressed_ids
         return fallback.decode(self.replicas[replica], *work, *ids, self.rollout_batch, images)
+
+    def _require_places(self, longest: int) -> None:
+        """Refuses sequences with more tokens than there are learned positions; rotary ones go on, less well."""
+        places = getattr(self.replicas[0].config.get_text_config(), "max_position_embeddings", None)
+        if places is None or longest <= places or self.said_places:
+            return
+        rotary = any("rotary" in type(module).__name__.lower() for module in self.replicas[0].modules())
+        what = f"sequences of up to {longest} tokens (prompt and max_new_tokens)"
+        # an embedding read behind its end would be an IndexError, and on a GPU the end of the process
+        require(rotary, what, f"the policy has {places} positions", "lower max_prompt_tokens or max_new_tokens")
+        self.said_places = True
+        print_main(f"warning: {what}, but the policy was made for {places}: lower max_prompt_tokens or max_new_tokens")
 
     def _shrink(self, group_size: int, rows: int, failure: str) -> None:
         """After a failure: half as many completions at once, out of `rows`, or fewer if fewer were tried."""

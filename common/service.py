@@ -29,6 +29,9 @@ HEALTH_SECONDS = 10.0  # for an answer of /health, which computes nothing
 PAUSES = (0.1, 5.0)  # seconds between tries: the first, and what doubling ends at
 REPORT_SECONDS = 15.0  # between lines that say that the run still waits
 MAX_ERRORS = 2  # repetitions of a request that the server failed at: more would only repeat its error
+MAX_ANSWER = 2**26  # bytes of an answer, unless a service needs more: one without an end must not fill the memory
+MAX_HEADER = 2**16  # bytes of what safetensors say of themselves; a million names take a minute and a gigabyte
+MAX_SAID = 500  # characters of a server's error that are passed on
 
 
 class Unavailable(Exception):
@@ -59,12 +62,15 @@ def unpack(body: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     Raises:
         ValueError: it is not in the safetensors format.
     """
+    size = int.from_bytes(body[:8], "little")
     try:
+        if size > MAX_HEADER:
+            raise ValueError(f"a header of {size} bytes: must be at most {MAX_HEADER}")
         tensors = safetensors.torch.load(body)
-        header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
+        header = json.loads(body[8 : 8 + size])
     except (safetensors.SafetensorError, ValueError, KeyError) as error:
         raise ValueError(f"a body of {len(body)} bytes is not in the safetensors format ({error})") from error
-    return tensors, header.get("__metadata__", {})
+    return tensors, header.get("__metadata__") or {}
 
 
 class Service:
@@ -83,6 +89,7 @@ class Service:
         patience_s: float,
         workers: int = 1,
         content_type: str = "application/octet-stream",
+        max_answer: int = MAX_ANSWER,
     ):
         """Notes where the service is; nothing is sent yet.
 
@@ -93,9 +100,10 @@ class Service:
             patience_s: seconds that the service may stay away before the run gives up.
             workers: requests in flight at a time in `each`.
             content_type: of the bodies sent.
+            max_answer: bytes of an answer; what is longer is an error of the server.
 
         Raises:
-            ValueError: not an address, or a number out of range.
+            ValueError: not an address, a number out of range, or a token that no header can hold.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -103,8 +111,14 @@ class Service:
         for name, value in (("timeout_s", timeout_s), ("patience_s", patience_s), ("workers", workers)):
             if not value > 0:
                 raise ValueError(f"{name} = {value}: must be above 0; raise it")
+        if not timeout_s < float("inf"):
+            raise ValueError(f"timeout_s = {timeout_s}: must be finite, or an answer that never comes is waited for")
+        token = token.strip()  # a file or a variable often ends with a line break
+        if not (token.isascii() and token.isprintable()):  # requests would show it in its own error
+            raise ValueError(f"token of {len(token)} characters: must be printable ASCII; choose another on both sides")
         self.url, self.token, self.timeout_s, self.patience_s = url.rstrip("/"), token, timeout_s, patience_s
         self.workers, self.content_type, self.on_recovery = workers, content_type, lambda: None
+        self.max_answer = max_answer
         self._local = is_loopback(parts.hostname)
         self._idle: list[requests.Session] = []  # one for each request in flight: their connections stay open
         self._outage: Future | None = None  # done when the service is back, or given up
@@ -179,7 +193,7 @@ class Service:
 
         Raises:
             Unavailable: no answer, or one that says "later".
-            RuntimeError: as `get`; likewise ValueError.
+            RuntimeError: as `get`, or the answer is too long; likewise ValueError.
         """
         try:
             session = self._idle.pop()
@@ -188,30 +202,48 @@ class Service:
             # a proxy in the environment is not for loopback; and .netrc must not replace the token, hence the auth
             session.trust_env, session.auth = not self._local, self._authorize
         seconds = seconds or self.timeout_s
-        # a server that knows this header does not compute what nobody waits for any more
-        headers = {"X-Timeout-Ms": str(int(1000 * seconds))} | ({"Content-Type": self.content_type} if body else {})
-        end = time.monotonic() + seconds
+        # in a thread: the timeout of a connection begins anew with every byte, also of a header that never ends
+        exchange = background.start(self._exchange, session, method, path, body, seconds)
         try:
-            answer = session.request(method, self.url + path, data=body, headers=headers, allow_redirects=False,
-                                     stream=True, timeout=(CONNECT_SECONDS, seconds))  # fmt: skip
-            content = bytearray()
-            while part := answer.raw.read1(2**20, decode_content=True):
-                content += part
-                if time.monotonic() > end:  # the timeout of a connection begins anew with every part
-                    answer.close()
-                    raise requests.Timeout(f"the answer was not complete after {seconds:g} s")
+            answer, content = exchange.result(CONNECT_SECONDS + seconds)
         except (requests.ConnectionError, requests.Timeout, urllib3.exceptions.HTTPError) as error:
-            raise Unavailable(f"{type(error).__name__}: {error}") from error
-        finally:
             self._idle.append(session)
+            raise Unavailable(f"{type(error).__name__}: {error}") from error
+        except TimeoutError as error:  # the session stays with its thread
+            raise Unavailable(f"no answer within {seconds:g} s") from error
+        self._idle.append(session)
         status = answer.status_code
+        if len(content) > self.max_answer:
+            raise RuntimeError(f"{method} {self.url}{path}: an answer of more than {self.max_answer} bytes")
         if status == 200:
             return bytes(content)
         text = f"{method} {self.url}{path}: status {status}, {_said(content)}"
         if status in (429, 502, 503, 504):
             wait = answer.headers.get("Retry-After", "")
-            raise Unavailable(text, busy=status in (429, 504), retry_after=float(wait) if wait.isdigit() else 0.0)
+            raise Unavailable(text, busy=status in (429, 504), retry_after=float(wait) if wait.isdecimal() else 0.0)
         raise (RuntimeError if status >= 500 else ValueError)(text)
+
+    def _exchange(
+        self, session: requests.Session, method: str, path: str, body: bytes | None, seconds: float
+    ) -> tuple[requests.Response, bytearray]:
+        """Sends a request and reads its answer, up to the first part that is too much."""
+        # a server that knows the first header does not compute what nobody waits for any more; and what is packed could
+        # be a thousand times as long as what comes
+        headers = {"X-Timeout-Ms": str(int(1000 * seconds)), "Accept-Encoding": "identity"}
+        headers |= {"Content-Type": self.content_type} if body else {}
+        end = time.monotonic() + seconds
+        answer = session.request(method, self.url + path, data=body, headers=headers, allow_redirects=False,
+                                 stream=True, timeout=(CONNECT_SECONDS, seconds))  # fmt: skip
+        content = bytearray()
+        while part := answer.raw.read1(2**20, decode_content=False):
+            content += part
+            if len(content) > self.max_answer:
+                answer.close()
+                break
+            if time.monotonic() > end:
+                answer.close()
+                raise requests.Timeout(f"the answer was not complete after {seconds:g} s")
+        return answer, content
 
     def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
         if self.token:
@@ -291,6 +323,6 @@ class Service:
 def _said(content: bytes | bytearray) -> str:
     """The error text of a server."""
     try:
-        return str(json.loads(content)["error"])
-    except (ValueError, KeyError, TypeError):  # not one of ours
-        return content[:500].decode(errors="replace")
+        return str(json.loads(content)["error"])[:MAX_SAID]
+    except (ValueError, KeyError, TypeError, RecursionError):  # not one of ours
+        return content[:MAX_SAID].decode(errors="replace")

@@ -172,18 +172,14 @@ class Threshold:
 
         Args:
             cosines: [P, G, G] of the whole batch: with several ranks, of all of them, or each has its own threshold.
-
-        Raises:
-            ValueError: tau is "auto" and there are no pairs.
+                Without pairs, in groups of 1, an automatic threshold stays what it was, at first 1.
         """
         if self.tau != "auto":
             return float(self.tau)
-        if len(self.quantiles) < NUM_CALIBRATION:
-            pairs = _pairs(cosines).flatten().double()
-            if not len(pairs):
-                raise ValueError("similarity_threshold = 'auto' in groups of 1: no pairs to compare; give a number")
-            self.quantiles.append(torch.quantile(pairs, QUANTILE).item())
-        return sum(self.quantiles) / len(self.quantiles)
+        pairs = _pairs(cosines).flatten().double().numpy()
+        if len(self.quantiles) < NUM_CALIBRATION and len(pairs):
+            self.quantiles.append(float(np.quantile(pairs, QUANTILE)))  # torch's takes 2^24 numbers at most
+        return sum(self.quantiles) / len(self.quantiles) if self.quantiles else 1.0
 
     def warn(self, labels: torch.Tensor, rewards: torch.Tensor) -> None:
         """Says, once each, that the threshold makes no difference between responses.

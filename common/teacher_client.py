@@ -6,6 +6,7 @@ Dims: m sequences, C completion tokens of one at most, N of all together, K the 
 import hashlib
 import itertools
 import json
+import math
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,10 +19,14 @@ from common.service import Service, pack, unpack
 
 PROTOCOL = 1  # changes with the meaning of requests or answers
 IDENTITY = ("protocol", "model", "weights", "tokenizer_hash", "template_hash", "vocabulary_size", "dtype")
+INFO = {"vocabulary_size": int, "max_top_k": int, "model": str, "weights": str, "tokenizer_hash": str}  # of /info
 REQUEST_TOKENS = 16384  # prompt and completion tokens of one request, where the script gives no limit
 ANSWER_BYTES = 2**28  # of one answer, about: a large top k makes the requests smaller
+MAX_ANSWER = 2**31 + 2**28  # of one answer: what the server sends at most, with the tails
 PROMPTS = 512  # in one request to generate
 MASS_ERROR = 1e-3  # how far from 1 the top k and the tail may add up
+SORTED_IDS = 1024  # up to here, repeated ids are found by sorting; beyond, a table of all ids is faster
+LOGP_ERROR = 1e-4  # nats, of a token that an answer speaks of twice; what is rounded is rounded once
 
 
 def vocabulary_hash(vocabulary: dict[str, int]) -> str:
@@ -60,7 +65,7 @@ class RemoteTeacher:
         vocabulary_size: ids of the teacher.
         max_top_k: the most tokens it sends per token.
         tokenizer_hash: from `vocabulary_hash`.
-        template_hash: from `teachers.template_hash`.
+        habits: what `teachers.habits` says of its tokenizer, among other things.
         shared: number of the first ids over which the teacher is normalised, and that it generates; set by the script.
     """
 
@@ -93,17 +98,16 @@ class RemoteTeacher:
             ValueError: it sends fewer than `top_k` tokens, or is no teacher of this version.
         """
         require(top_k >= 0, f"top_k = {top_k}", "must be 0 or more", "0 asks for the whole vocabulary")
-        require(temperature > 0, f"temperature = {temperature}", "must be above 0", "raise it")
+        require(0 < temperature < math.inf, f"temperature = {temperature}", "must be above 0, finite", "1 is usual")
         token = os.environ.get("RL_HAND_TEACHER_TOKEN", "") if token is None else token
-        self.service = Service(url, token=token, timeout_s=timeout_s, patience_s=patience_s, workers=workers)
+        self.service = Service(url, token=token, timeout_s=timeout_s, patience_s=patience_s, workers=workers,
+                               max_answer=MAX_ANSWER)  # fmt: skip
         self.top_k, self.temperature = top_k, temperature
         self.service.wait_until_ready(patience_s)
-        self.info: dict[str, Any] = json.loads(self.service.get("/info"))
-        given = self.info.get("protocol")
-        require(given == PROTOCOL, f"{url}: protocol {given}", f"must be {PROTOCOL}", "use one version on both sides")
+        self.info = _read_info(url, self.service.get("/info"))
         self.vocabulary_size, self.shared = self.info["vocabulary_size"], self.info["vocabulary_size"]
         self.max_top_k, self.name, self.weights = self.info["max_top_k"], self.info["model"], self.info["weights"]
-        self.tokenizer_hash, self.template_hash = self.info["tokenizer_hash"], self.info["template_hash"]
+        self.tokenizer_hash, self.habits = self.info["tokenizer_hash"], self.info
         most = min(top_k or self.vocabulary_size, self.vocabulary_size)
         require(
             most <= self.max_top_k,
@@ -115,7 +119,10 @@ class RemoteTeacher:
 
     def vocabulary(self) -> dict[str, int]:
         """Ids by token, of the teacher's tokenizer."""
-        return json.loads(self.service.get("/vocabulary"))
+        found = json.loads(self.service.get("/vocabulary"))
+        if vocabulary_hash(found) != self.tokenizer_hash:  # a part of it would agree with every tokenizer
+            raise ValueError(f"{self.service.url}: a vocabulary of {len(found)} tokens, which is not that of /info")
+        return found
 
     def fill(self, micros: Iterable[RolloutBatch], micro_batch_tokens: int = 0) -> None:
         """Writes the teacher's top k into micro-batches: `teacher_ids`, `_logps`, `_tail_logp`, `_token_logps`.
@@ -208,6 +215,7 @@ class RemoteTeacher:
             answer = self._post("/generate", request, options)
             tokens, lengths = answer.get("tokens"), answer.get("completion_lengths")
             whole = tokens is not None and lengths is not None and len(lengths) == len(own) and tokens.ndim == 1
+            whole = whole and tokens.dtype == lengths.dtype == torch.int32 and lengths.ndim == 1
             if not (whole and int(lengths.min()) >= 1 and int(lengths.max()) <= max_new_tokens
                     and int(lengths.sum()) == len(tokens) and _ids_within(tokens, self.shared)):  # fmt: skip
                 raise ValueError(
@@ -238,7 +246,12 @@ class RemoteTeacher:
         options = dict(top_k=K, temperature=self.temperature, shared=self.shared,
                        deadline_seconds=self.service.timeout_s)  # fmt: skip
         answer = self._post("/topk_logprobs", request, options)
-        N = sum(map(len, completions))
+        self._check(answer, torch.cat(completions), K)
+        return answer
+
+    def _check(self, answer: dict[str, torch.Tensor], tokens_N: torch.Tensor, K: int) -> None:
+        """Refuses an answer that is not the top k at these tokens."""
+        N = len(tokens_N)
         asked = {"ids": ((N, K), torch.int32), "logps": ((N, K), torch.float32), "tail": ((N,), torch.float32),
                  "token_logps": ((N,), torch.float32)}  # fmt: skip
         if {name: (tuple(x.shape), x.dtype) for name, x in answer.items()} != asked:
@@ -259,7 +272,22 @@ class RemoteTeacher:
                 f"{self.service.url}: probabilities of the top {K} and the tail add up to 1 only within {error:.3g}, "
                 f"must be {MASS_ERROR}"
             )
-        return answer
+        if not _all_different(answer["ids"], self.shared):
+            raise ValueError(f"{self.service.url}: an id stands twice among the top {K} of a token, must stand once")
+        # The log-probability of the token itself: as among the top k, or that of one which is not. An answer whose
+        # rows have come into another order is found out here, too.
+        is_token_NK = answer["ids"] == tokens_N[:, None]
+        among_N, token_logps_N = is_token_NK.any(-1), answer["token_logps"]
+        expected_N = torch.where(is_token_NK, answer["logps"], 0.0).sum(-1)
+        highest_N = torch.minimum(answer["logps"].amin(-1), answer["tail"])
+        wrong_N = torch.where(among_N, (token_logps_N - expected_N).abs(), token_logps_N - highest_N) > LOGP_ERROR
+        if wrong_N.any():
+            row = int(wrong_N.int().argmax())
+            raise ValueError(
+                f"{self.service.url}: log-probability {token_logps_N[row]:.6g} of token {tokens_N[row]} does not agree "
+                f"with the top {K} and the tail, by which it must be "
+                + (f"{expected_N[row]:.6g}" if among_N[row] else f"at most {highest_N[row]:.6g}")
+            )
 
     def _post(self, path: str, request: dict[str, torch.Tensor], options: dict[str, Any]) -> dict[str, torch.Tensor]:
         tensors, metadata = unpack(self.service.post(path, pack(request, options)))
@@ -270,7 +298,7 @@ class RemoteTeacher:
 
     def _check_same(self) -> None:
         """A server that started again must compute what the one before did."""
-        now = json.loads(self.service.once("GET", "/info"))
+        now = _read_info(self.service.url, self.service.once("GET", "/info"))
         changed = [f"{k}: {self.info.get(k)!r} -> {now.get(k)!r}" for k in IDENTITY if self.info.get(k) != now.get(k)]
         require(
             not changed,
@@ -280,9 +308,32 @@ class RemoteTeacher:
         )
 
 
+def _read_info(url: str, body: bytes) -> dict[str, Any]:
+    """What a server says of itself, if it is a teacher of this version."""
+    try:
+        info = json.loads(body)
+    except ValueError:  # another service, or a page of a proxy
+        info = None
+    info = info if isinstance(info, dict) else {}
+    given, remedy = info.get("protocol"), "give the address of gkd/teacher_server.py, of the version of this script"
+    require(given == PROTOCOL, f"{url}: /info begins {body[:40]!r}, protocol {given}", f"must be {PROTOCOL}", remedy)
+    for name, kind in INFO.items():
+        require(type(info.get(name)) is kind, f"{url}: /info says {name} = {info.get(name)!r}",
+                f"must be of type {kind.__name__}", remedy)  # fmt: skip
+    return info
+
+
 def _sampled(micro: RolloutBatch) -> torch.Tensor:
     """[m, C] bool on the CPU, the tokens of the completions."""
     return torch.arange(micro.completion_ids.shape[1]) < micro.lengths[:, None]
+
+
+def _all_different(ids_NK: torch.Tensor, limit: int) -> bool:
+    """Whether no id stands twice in a row; all are from 0 to limit - 1."""
+    if ids_NK.shape[1] <= SORTED_IDS:
+        return bool((ids_NK.sort(-1).values.diff(dim=-1) > 0).all())
+    return all(torch.zeros(limit, dtype=torch.bool).index_fill_(0, ids_K.long(), True).sum() == len(ids_K)
+               for ids_K in ids_NK)  # fmt: skip
 
 
 def _ids_within(ids: torch.Tensor, limit: int) -> bool:

@@ -19,6 +19,7 @@ from common import distillation, divergences, head, models, rollout, service, te
 from common.config import require
 
 MAX_ANSWER = 2**31  # bytes of an answer
+MAX_SEQUENCES = 2**16  # of a request: each takes some kilobytes and microseconds, however short it is
 FORMAT = "`read` in common/teacher_worker.py"  # where the format of requests is described
 MOST_SAMPLERS = 2  # lengths of completions whose sampler is kept: each has a cache in the memory of the GPU
 
@@ -105,7 +106,7 @@ class Teacher:
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "vocabulary_size": V,
             "tokenizer_hash": teacher_client.vocabulary_hash(self.tokens),
-            "template_hash": teachers.template_hash(self.tokenizer),
+            **teachers.habits(self.tokenizer),
             "max_top_k": min(cfg.max_top_k or V, V),
             "max_tokens": min(cfg.max_tokens, positions),
         }
@@ -301,6 +302,7 @@ def read(path: str, body: bytes, teacher: Teacher) -> Job:
     second = tensors["completion_lengths"].long() if scored else torch.zeros(m, dtype=torch.int64)
     rest = second if scored else tensors["numbers"]
     require(m > 0, "0 sequences", "must be at least 1", "send no request")
+    require(m <= MAX_SEQUENCES, f"{m} sequences", f"must be at most {MAX_SEQUENCES}", "send fewer at a time")
     require(len(rest) == m, f"{m} prompts, {len(rest)} of the others", "must be as many", "send one for each")
     lengths = torch.stack([prompts, second], dim=1)
     shortest = int(lengths.min()) if scored else int(prompts.min())

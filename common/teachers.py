@@ -1,7 +1,7 @@
 """A teacher in this process, and what must be true of any teacher's vocabulary; common/teacher_client.py has the other.
 
 Both kinds of teacher have `fill`, which writes what the teacher says of each completion token into micro-batches,
-`generate`, `offload` and `onload`, `name`, `weights`, `head`, `vocabulary_size` and `shared`.
+`generate`, `offload` and `onload`, `name`, `weights`, `head`, `habits`, `vocabulary_size` and `shared`.
 """
 
 import hashlib
@@ -12,9 +12,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from common import distillation, logprobs, models, rollout
+from common.config import require
 from common.data import Example
 from common.distributed import print_main
 from common.offload import Offload
+
+# cut by both tokenizers: digits, code, spaces, capitals, an accent as one character and as two, other scripts
+PROBE = "Is 12345+678 = 13023?\n\n  def f(x):\treturn x**2  # don't  caf\u00e9 cafe\u0301 \u4f60\u597d \u0416 A\u00a0b"
 
 
 class LocalTeacher:
@@ -23,6 +27,7 @@ class LocalTeacher:
     Attributes:
         name: of the model.
         head: the output head; None if only log-probabilities of tokens are asked for.
+        habits: of its tokenizer, see `habits`.
         vocabulary_size: rows of the output head.
         shared: number of the first token ids that count, those that the student has too.
     """
@@ -54,7 +59,7 @@ class LocalTeacher:
         self.model = models.load_spread(name, list(where), dtype)
         output = self.model.get_output_embeddings()
         self.device, self.vocabulary_size = self.model.device, len(output.weight)
-        self.shared, self.template_hash = self.vocabulary_size, template_hash(self.tokenizer)
+        self.shared, self.habits = self.vocabulary_size, habits(self.tokenizer)
         self.head = None if tokens_only else distillation.Head(self.model)
         compile = compile and len(where) == 1
         kind = logprobs.LogProbs if tokens_only else distillation.HiddenStates
@@ -79,8 +84,19 @@ class LocalTeacher:
         Args:
             micros: as the update will see them.
             micro_batch_tokens: what they were cut to; without gradients a few of them are computed at once.
+
+        Raises:
+            FloatingPointError: something is not finite.
         """
+        micros = list(micros)
         logprobs.fill(micros, self.field, self.forward, self.device, micro_batch_tokens)
+        # or the run would end at a gradient, and nothing would tell whether student or teacher is at fault
+        if not all(bool(getattr(micro, self.field).isfinite().all()) for micro in micros):
+            dtype = str(self.model.dtype).removeprefix("torch.")
+            raise FloatingPointError(
+                f"teacher {self.name!r}: its {self.field.removeprefix('teacher_')} are not all finite; they are too "
+                f"large for {dtype}, or the model is broken: set dtype to 'bf16' or 'fp32', or take another teacher"
+            )
 
     def generate(
         self,
@@ -126,31 +142,48 @@ class LocalTeacher:
         self.memory.on()
 
 
-def agree(teacher: Any, tokenizer: PreTrainedTokenizerBase, student_size: int) -> int:
+def agree(
+    teacher: Any, tokenizer: PreTrainedTokenizerBase, student_size: int, allow_other_template: bool = False
+) -> int:
     """Makes sure that token ids mean the same to student and teacher, and tells the teacher which of them count.
 
     Args:
         teacher: a `LocalTeacher` or a `RemoteTeacher`; its `shared` is set.
         tokenizer: the student's.
         student_size: rows of the student's output head.
+        allow_other_template: warn, and do not refuse, if both have a chat template and these differ.
 
     Returns:
         Number of the first ids that both have.
 
     Raises:
-        ValueError: see `shared_ids`.
+        ValueError: see `shared_ids`; or the student's end token is not among those ids; or the chat templates differ.
     """
     teacher.shared = shared_ids(tokenizer, student_size, teacher.vocabulary(), teacher.vocabulary_size)
+    require(
+        tokenizer.eos_token_id is None or tokenizer.eos_token_id < teacher.shared,
+        f"the student's end token {tokenizer.eos_token!r} has id {tokenizer.eos_token_id}",
+        f"must be one of the first {teacher.shared} ids, which student and teacher share, or no completion ever ends",
+        "give the student's tokenizer an eos_token that the teacher has",
+    )
     if student_size != teacher.vocabulary_size:
+        lost = sum(id_ >= teacher.shared for id_ in tokenizer.get_vocab().values())
+        never = f"; {lost} tokens of its tokenizer are not among them, and the student never samples those"
         print_main(
             f"the student has {student_size} token ids, the teacher {teacher.vocabulary_size}: the first "
-            f"{teacher.shared} count, on both sides"
+            f"{teacher.shared} count, on both sides{never if lost else ''}"
         )
-    if teacher.template_hash != template_hash(tokenizer):
-        print_main(
-            "warning: the teacher's chat template is another than the student's: it reads prompts as the student's "
-            "template writes them, which may not be what it was trained on"
-        )
+    own, none = habits(tokenizer), _hash("")
+    templates = own["template_hash"], teacher.habits.get("template_hash", none)
+    require(
+        allow_other_template or none in templates or templates[0] == templates[1],
+        "the teacher's chat template is another than the student's",
+        "it would judge prompts that look like none it was trained on, though the loss looks normal",
+        "give the student the teacher's template (tokenizer.chat_template), or set allow_other_template",
+    )
+    for name, what in UNLIKE.items():
+        if teacher.habits.get(name, own[name]) != own[name]:  # a server of an older version does not say all of them
+            print_main(f"warning: {what}")
     return teacher.shared
 
 
@@ -173,9 +206,34 @@ def require_shared(examples: Iterable[Example], shared: int) -> None:
             )
 
 
-def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Digest of a tokenizer's chat template."""
-    return hashlib.sha256(str(tokenizer.chat_template or "").encode()).hexdigest()
+# What tokenizers with equal ids can differ in. The ids mean the same all the same, so the run goes on; but the teacher
+# was trained on other sequences of them.
+UNLIKE = {
+    "template_hash": "the teacher's chat template is another than the student's: it reads prompts as the student's "
+    "template writes them, which may not be what it was trained on",
+    "segments_hash": "the teacher's tokenizer cuts text into other tokens than the student's, though the ids are the "
+    "same: it reads the student's pieces, which may not be what it was trained on; take a teacher with this tokenizer",
+    "end_token": "the teacher's end token is another than the student's: a student that learns it goes on after it; "
+    "name both as eos_token_id in the student's generation_config.json",
+}
+
+
+def habits(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """What a tokenizer does beside giving ids to tokens.
+
+    Args:
+        tokenizer: of student or teacher.
+
+    Returns:
+        `template_hash`, of the chat template; `segments_hash`, of the ids of some text; `end_token`.
+    """
+    parts = {"template_hash": str(tokenizer.chat_template or ""),
+             "segments_hash": str(tokenizer.encode(PROBE, add_special_tokens=False))}  # fmt: skip
+    return {name: _hash(text) for name, text in parts.items()} | {"end_token": str(tokenizer.eos_token)}
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def shared_ids(tokenizer: PreTrainedTokenizerBase, student_size: int, vocabulary: dict[str, int], size: int) -> int:

@@ -21,15 +21,17 @@ import torch
 from transformers import set_seed
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import background, checkpoint, config, data, devices, distillation, distributed, logprobs, lora, losses
-from common import memory, metrics, models, offload, offpolicy, optim, plan, profiling, rewards, rollout, sharding
-from common import teacher_client, teachers
+from common import background, checkpoint, config, data, devices, distillation, distributed, guards, logprobs, lora
+from common import losses, memory, metrics, models, offload, offpolicy, optim, plan, profiling, rewards, rollout
+from common import sharding, teacher_client, teachers
 from common.config import require
 
 TEACHER_GPU_ID = None  # None: a copy on the GPU of each rank; or a GPU number; a large teacher: --teacher_url
 TIMEOUT_MINUTES = 60  # ranks wait this long for one another: longer than teacher_patience and than an evaluation
 
 BETA = {"forward_kl": 0.0, "reverse_kl": 1.0}  # ends of the generalized JSD, where it jumps
+# metric of metrics.jsonl: (least, most) in a healthy run, None: no limit; on_collapse says what happens outside
+GUARDS = {"entropy": (5e-3, 8.0), "completion_length": (1.5, None), "truncated": (0.0, 0.98)}
 
 
 # [copy]
@@ -43,6 +45,7 @@ class Config:
     teacher_top_k: int = 64  # tokens of the vocabulary that a server sends per position, and a tail; 0: all
     n_server_workers: int = 4  # requests to it in flight at the same time, per rank; not GPUs, not server threads
     teacher_patience: float = 600.0  # seconds to wait for a server that stays away, before the run saves and ends
+    allow_other_template: bool = False  # distil although teacher and student have different chat templates
     train_data: str = "toy"  # built-in; or a .jsonl file, a saved datasets folder, a hub id: "openai/gsm8k:main"
     eval_data: str = "toy"  # the same, held out (split "test" of a hub id); "": no evaluation
     apply_chat_template: bool = True  # a prompt given as text becomes one user message, if the tokenizer has a template
@@ -100,6 +103,8 @@ class Config:
     eval_examples: int = 256  # rows of eval_data used
     sample_every: int = 10  # steps between entries in samples.jsonl; 0: never
     print_samples: bool = False  # show them on the console too
+    on_collapse: str = "warn"  # when a metric is outside GUARDS: "warn"; "stop" saves and ends the run; "off"
+    collapse_steps: int = 10  # steps in a row that it has to be outside
     profile: int = 0  # steps to trace with the torch profiler, from the third on, into out_dir/profile/
 
     @property
@@ -250,7 +255,7 @@ def main(cfg: Config) -> None:
     num_ids = model.get_output_embeddings().weight.shape[0]
     with checkpoint.save_on_outage(), distributed.together("load the teacher"):
         teacher = load_teacher(cfg, gpus.teacher)
-        shared = teachers.agree(teacher, tokenizer, num_ids)
+        shared = teachers.agree(teacher, tokenizer, num_ids, cfg.allow_other_template)
 
     def seen(model):
         if cfg.loss == "opd":
@@ -287,6 +292,7 @@ def main(cfg: Config) -> None:
         recipe = offpolicy.recipe(teacher, train_examples, cfg.seed, cfg.seq_kd_temperature, cfg.max_new_tokens)
         teacher_answers = offpolicy.TeacherAnswers(cfg.seq_kd_cache or cfg.out_dir, teacher, recipe)
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
+    watch = guards.Watch(GUARDS, cfg, log, start)
     student_memory = offload.Offload(model)
     if cfg.param_offload:
         teacher.offload()
@@ -302,8 +308,8 @@ def main(cfg: Config) -> None:
         profiling.trace(cfg.out_dir, cfg.profile) as profiled,
         checkpoint.save_on_outage(save),  # of the teacher; the step it was lost in is taken after a resume
     ):
-        if cfg.eval_data and cfg.eval_every and start == 0:
-            log.eval(0, **evaluate(sampler, judged, teacher, eval_examples, tokenizer, home, cfg))
+        if log.evaluation_due(cfg):
+            log.eval(start, **evaluate(sampler, judged, teacher, eval_examples, tokenizer, home, cfg))
         for step in range(start + 1, cfg.steps + 1):
             # 1. rollout: completions from the student, of this rank's prompts; or off-policy ones
             examples_P = prompts.next()
@@ -375,17 +381,17 @@ def main(cfg: Config) -> None:
                     distributed.sum_gradients(optimizer.params)
                     log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
                 with checkpoint.keep_batch(cfg.out_dir, step, chain(*minibatches)):
-                    optimizer.check()  # a gradient that is not finite
+                    log.add(overflows=optimizer.check())  # stops at a loss or gradient that is not finite
                 sharding.gather(model, whole)
             done, position = step, prompts.position
 
             # 4. report and save
-            log.end_step(step, learning_rate=optimizer.learning_rate)
+            collapsed = watch.see(log.end_step(step, learning_rate=optimizer.learning_rate))
             if cfg.sample_every and step % cfg.sample_every == 0:
                 log.samples(step, examples_P, completions, rewards_B.tolist(), cfg.print_samples)
             if cfg.eval_data and cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps):
                 log.eval(step, **evaluate(sampler, judged, teacher, eval_examples, tokenizer, home, cfg))
-            stopping = distributed.any_rank(bool(stop))
+            stopping = distributed.any_rank(bool(stop)) or collapsed
             if step % cfg.save_every == 0 or step == cfg.steps or stopping:
                 save()
             profiled()
@@ -393,6 +399,7 @@ def main(cfg: Config) -> None:
                 break
     log.close()
     distributed.print_main(f"student saved in {checkpoint.newest(cfg.out_dir)}")
+    watch.leave()
     distributed.shutdown()
 
 

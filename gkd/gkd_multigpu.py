@@ -21,8 +21,8 @@ import torch
 from transformers import set_seed
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import background, checkpoint, config, data, devices, distillation, distributed, logprobs, lora, losses
-from common import memory, metrics, models, offload, offpolicy, optim, plan, profiling, rewards, rollout
+from common import background, checkpoint, config, data, devices, distillation, distributed, guards, logprobs, lora
+from common import losses, memory, metrics, models, offload, offpolicy, optim, plan, profiling, rewards, rollout
 from common import teacher_client, teachers
 from common.config import require
 
@@ -31,6 +31,8 @@ ROLLOUT_GPU_IDS = None  # None: the student's GPUs sample; or GPUs of their own 
 TEACHER_GPU_IDS = (1,)  # the teacher's; several: its layers are spread over them
 
 BETA = {"forward_kl": 0.0, "reverse_kl": 1.0}  # ends of the generalized JSD, where it jumps
+# metric of metrics.jsonl: (least, most) in a healthy run, None: no limit; on_collapse says what happens outside
+GUARDS = {"entropy": (5e-3, 8.0), "completion_length": (1.5, None), "truncated": (0.0, 0.98)}
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Config:
     teacher_top_k: int = 64  # tokens of the vocabulary that a server sends per position, and a tail; 0: all
     n_server_workers: int = 4  # requests to it in flight at the same time, per rank; not GPUs, not server threads
     teacher_patience: float = 600.0  # seconds to wait for a server that stays away, before the run saves and ends
+    allow_other_template: bool = False  # distil although teacher and student have different chat templates
     train_data: str = "toy"  # built-in; or a .jsonl file, a saved datasets folder, a hub id: "openai/gsm8k:main"
     eval_data: str = "toy"  # the same, held out (split "test" of a hub id); "": no evaluation
     apply_chat_template: bool = True  # a prompt given as text becomes one user message, if the tokenizer has a template
@@ -100,6 +103,8 @@ class Config:
     eval_examples: int = 256  # rows of eval_data used
     sample_every: int = 10  # steps between entries in samples.jsonl; 0: never
     print_samples: bool = False  # show them on the console too
+    on_collapse: str = "warn"  # when a metric is outside GUARDS: "warn"; "stop" saves and ends the run; "off"
+    collapse_steps: int = 10  # steps in a row that it has to be outside
     profile: int = 0  # steps to trace with the torch profiler, from the third on, into out_dir/profile/
 
     @property
@@ -246,7 +251,7 @@ def main(cfg: Config) -> None:
     num_ids = model.get_output_embeddings().weight.shape[0]
     with checkpoint.save_on_outage(), distributed.together("load the teacher"):
         teacher = load_teacher(cfg, gpus.teacher)
-        shared = teachers.agree(teacher, tokenizer, num_ids)
+        shared = teachers.agree(teacher, tokenizer, num_ids, cfg.allow_other_template)
     # hybrid: the replicas that are trained sample; separate: copies on other GPUs do
     replicas = models.replicate(model, (*gpus.student, *(gpus.rollout or ())), len(gpus.student))
     trained, copies = replicas[: len(gpus.student)], replicas[len(gpus.student) :]
@@ -281,6 +286,7 @@ def main(cfg: Config) -> None:
         recipe = offpolicy.recipe(teacher, train_examples, cfg.seed, cfg.seq_kd_temperature, cfg.max_new_tokens)
         teacher_answers = offpolicy.TeacherAnswers(cfg.seq_kd_cache or cfg.out_dir, teacher, recipe)
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
+    watch = guards.Watch(GUARDS, cfg, log, start)
     student_memory = [offload.Offload(replica) for replica in trained]
     if cfg.param_offload:
         teacher.offload()
@@ -309,8 +315,8 @@ def main(cfg: Config) -> None:
         profiling.trace(cfg.out_dir, cfg.profile) as profiled,
         checkpoint.save_on_outage(save),  # of the teacher; the step it was lost in is taken after a resume
     ):
-        if eval_examples and start == 0:
-            log.eval(0, **evaluate(sampler, students[0], teacher, eval_examples, tokenizer, home, cfg))
+        if log.evaluation_due(cfg):
+            log.eval(start, **evaluate(sampler, students[0], teacher, eval_examples, tokenizer, home, cfg))
         for step in range(start + 1, cfg.steps + 1):
             # 1. rollout: completions from the student; or off-policy ones, of the data or the teacher
             examples_P, work, after, sampled_at = ahead or begin(step)
@@ -383,11 +389,11 @@ def main(cfg: Config) -> None:
                     log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
                     models.refresh(trained)
                 with checkpoint.keep_batch(cfg.out_dir, step, chain(*minibatches)):
-                    optimizer.check()  # a gradient that is not finite
+                    log.add(overflows=optimizer.check())  # stops at a loss or gradient that is not finite
             done, position = step, after
 
             # 4. report and save
-            log.end_step(step, learning_rate=optimizer.learning_rate)
+            collapsed = watch.see(log.end_step(step, learning_rate=optimizer.learning_rate))
             if cfg.sample_every and step % cfg.sample_every == 0:
                 log.samples(step, examples_P, completions, rewards_B.tolist(), cfg.print_samples)
             if eval_examples and (step % cfg.eval_every == 0 or step == cfg.steps):
@@ -395,7 +401,7 @@ def main(cfg: Config) -> None:
                     ahead[1]()  # the copies sample: they are needed here
                 models.refresh(replicas)
                 log.eval(step, **evaluate(sampler, students[0], teacher, eval_examples, tokenizer, home, cfg))
-            stopping = bool(stop)  # read once: a signal may come while the checkpoint is written
+            stopping = bool(stop) or collapsed  # read once: a signal may come while the checkpoint is written
             if step % cfg.save_every == 0 or step == cfg.steps or stopping:
                 save()
             profiled()
@@ -403,6 +409,7 @@ def main(cfg: Config) -> None:
                 break
     log.close()
     print(f"student saved in {checkpoint.newest(cfg.out_dir)}")
+    watch.leave()
 
 
 if __name__ == "__main__":

@@ -22,9 +22,10 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.requests import ClientDisconnect
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import config, models, service, teacher_client, teacher_worker
+from common import config, models, service, serving, teacher_client, teacher_worker
 from common.config import require
 from common.teacher_worker import Refused, Teacher
 
@@ -62,7 +63,7 @@ class Config:
     @property
     def secret(self) -> str:
         """The token in force."""
-        return self.token or os.environ.get("RL_HAND_TEACHER_TOKEN", "")
+        return self.token.strip() or os.environ.get("RL_HAND_TEACHER_TOKEN", "").strip()
 
 
 def create_app(teacher: Teacher) -> FastAPI:
@@ -77,7 +78,11 @@ def create_app(teacher: Teacher) -> FastAPI:
     @app.middleware("http")
     async def watch(request: Request, call_next: Callable) -> Response:
         path, given = request.url.path, request.headers.get("Authorization", "").encode()
-        if teacher.cfg.secret and path != "/health" and not hmac.compare_digest(given, expected):
+        host = serving.host_of(request.headers.get("Host", "")) or ""
+        if not (teacher.cfg.secret or config.is_loopback(host)):  # a web page that gave this machine a name of its own
+            text = f"this machine is not called {host!r:.80}: say 127.0.0.1, or set a token"
+            answer = JSONResponse({"error": text}, 403)
+        elif teacher.cfg.secret and path != "/health" and not hmac.compare_digest(given, expected):
             answer = JSONResponse({"error": "the token is missing or wrong: set RL_HAND_TEACHER_TOKEN"}, 401)
         else:
             answer = await call_next(request)
@@ -113,13 +118,18 @@ def create_app(teacher: Teacher) -> FastAPI:
         return PlainTextResponse(_metrics(teacher), media_type="text/plain; version=0.0.4")
 
     async def work(request: Request) -> Response:
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > MAX_BODY:
-                raise Refused(413, f"a body of more than {MAX_BODY} bytes: send fewer sequences at a time")
+        seconds = teacher.cfg.deadline_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                body = await serving.whole(request.stream(), MAX_BODY)
+        except ClientDisconnect as error:
+            raise Refused(400, "the body has no end") from error
+        except TimeoutError as error:
+            raise Refused(504, f"the body was not complete after {seconds:g} s") from error
+        if body is None:
+            raise Refused(413, f"a body of more than {MAX_BODY} bytes: send fewer sequences at a time")
         _require_ready(teacher)
-        job = await run_in_threadpool(teacher_worker.read, request.url.path, bytes(body), teacher)
+        job = await run_in_threadpool(teacher_worker.read, request.url.path, body, teacher)
         tensors = await asyncio.wrap_future(teacher.submit(job))
         metadata = {"identity": teacher_client.identity(teacher.info)}
         answer = await run_in_threadpool(service.pack, tensors, metadata)

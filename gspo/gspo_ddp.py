@@ -20,8 +20,8 @@ import torch
 from transformers import set_seed
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import advantages, background, checkpoint, config, data, devices, distributed, logprobs, lora, losses
-from common import memory, metrics, models, optim, plan, profiling, reward_client, rewards, rollout, sharding
+from common import advantages, background, checkpoint, config, data, devices, distributed, guards, logprobs, lora
+from common import losses, memory, metrics, models, optim, plan, profiling, reward_client, rewards, rollout, sharding
 from common.config import require
 
 REFERENCE_GPU_ID = None  # frozen reference, loaded only if kl_coef > 0; None: the GPU of each rank; or a GPU number
@@ -97,6 +97,8 @@ class Config:
     eval_examples: int = 256  # rows of eval_data used
     sample_every: int = 10  # steps between entries in samples.jsonl; 0: never
     print_samples: bool = False  # show them on the console too
+    on_collapse: str = "warn"  # when a metric is outside GUARDS: "warn"; "stop" saves and ends the run; "off"
+    collapse_steps: int = 10  # steps in a row that it has to be outside
     profile: int = 0  # steps to trace with the torch profiler, from the third on, into out_dir/profile/
 
     @property
@@ -130,6 +132,9 @@ def reward(completions: list[str], answers: list[str], **columns: list) -> list[
 
 
 REWARDS = ((reward, 1.0),)  # (function, weight): the weighted sum counts; add (rewards.format_reward, 0.2), say
+# metric of metrics.jsonl: (least, most) in a healthy run, None: no limit; on_collapse says what happens outside
+GUARDS = {"reward_std": (1e-4, None), "entropy": (5e-3, 8.0), "completion_length": (1.5, None),
+          "truncated": (0.0, 0.98), "clip_fraction": (0.0, 0.9), "unscored": (0.0, 0.9)}  # fmt: skip
 
 
 # [copy]
@@ -271,6 +276,7 @@ def main(cfg: Config) -> None:
     prompts = data.PromptStream(train_examples, cfg.batch_size, cfg.seed, position, rank, num_ranks)
     config.save(cfg, cfg.out_dir)
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
+    watch = guards.Watch(GUARDS, cfg, log, start)
     budget = memory.Budget(cfg.micro_batch_tokens, str(planned), redo=not sharded, release=sampler.release)
     done, position, batch, unscored = start, prompts.position, None, checkpoint.unscored(resumed, home)
 
@@ -285,8 +291,8 @@ def main(cfg: Config) -> None:
         profiling.trace(cfg.out_dir, cfg.profile) as profiled,
         checkpoint.save_on_outage(lambda: save(batch)),  # of the reward service: after a resume, the batch comes first
     ):
-        if cfg.eval_data and cfg.eval_every and start == 0:
-            log.eval(0, eval_reward=evaluate(sampler, eval_examples, tokenizer, judge, cfg))
+        if log.evaluation_due(cfg):
+            log.eval(start, eval_reward=evaluate(sampler, eval_examples, tokenizer, judge, cfg))
         for step in range(start + 1, cfg.steps + 1):
             # 1. rollout: B completions from the current policy, of this rank's prompts
             examples_P = prompts.next()
@@ -346,7 +352,7 @@ def main(cfg: Config) -> None:
                     distributed.sum_gradients(optimizer.params)
                     log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
                 with checkpoint.keep_batch(cfg.out_dir, step, chain(*minibatches)):
-                    optimizer.check()  # a gradient that is not finite
+                    log.add(overflows=optimizer.check())  # stops at a loss or gradient that is not finite
                 sharding.gather(model, whole)
                 optimizer.make_room()
             if cfg.reference_refresh and step % cfg.reference_refresh == 0:
@@ -354,12 +360,12 @@ def main(cfg: Config) -> None:
             done, position, batch = step, prompts.position, None
 
             # 4. report and save
-            log.end_step(step, learning_rate=optimizer.learning_rate)
+            collapsed = watch.see(log.end_step(step, learning_rate=optimizer.learning_rate))
             if cfg.sample_every and step % cfg.sample_every == 0:
                 log.samples(step, examples_P, scored.completions, scored.rewards.tolist(), cfg.print_samples)
             if cfg.eval_data and cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps):
                 log.eval(step, eval_reward=evaluate(sampler, eval_examples, tokenizer, judge, cfg))
-            stopping = distributed.any_rank(bool(stop))
+            stopping = distributed.any_rank(bool(stop)) or collapsed
             if step % cfg.save_every == 0 or step == cfg.steps or stopping:
                 save()
             profiled()
@@ -367,6 +373,7 @@ def main(cfg: Config) -> None:
                 break
     log.close()
     distributed.print_main(f"policy saved in {checkpoint.newest(cfg.out_dir)}")
+    watch.leave()
     distributed.shutdown()
 
 

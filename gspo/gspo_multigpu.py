@@ -20,8 +20,8 @@ import torch
 from transformers import set_seed
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import advantages, background, checkpoint, config, data, devices, distributed, logprobs, lora, losses
-from common import memory, metrics, models, optim, plan, profiling, reward_client, rewards, rollout
+from common import advantages, background, checkpoint, config, data, devices, distributed, guards, logprobs, lora
+from common import losses, memory, metrics, models, optim, plan, profiling, reward_client, rewards, rollout
 from common.config import require
 
 POLICY_GPU_IDS = (0, 1)  # policy replicas; the first also holds the optimizer
@@ -97,6 +97,8 @@ class Config:
     eval_examples: int = 256  # rows of eval_data used
     sample_every: int = 10  # steps between entries in samples.jsonl; 0: never
     print_samples: bool = False  # show them on the console too
+    on_collapse: str = "warn"  # when a metric is outside GUARDS: "warn"; "stop" saves and ends the run; "off"
+    collapse_steps: int = 10  # steps in a row that it has to be outside
     profile: int = 0  # steps to trace with the torch profiler, from the third on, into out_dir/profile/
 
     @property
@@ -130,6 +132,9 @@ def reward(completions: list[str], answers: list[str], **columns: list) -> list[
 
 
 REWARDS = ((reward, 1.0),)  # (function, weight): the weighted sum counts; add (rewards.format_reward, 0.2), say
+# metric of metrics.jsonl: (least, most) in a healthy run, None: no limit; on_collapse says what happens outside
+GUARDS = {"reward_std": (1e-4, None), "entropy": (5e-3, 8.0), "completion_length": (1.5, None),
+          "truncated": (0.0, 0.98), "clip_fraction": (0.0, 0.9), "unscored": (0.0, 0.9)}  # fmt: skip
 
 
 # [copy]
@@ -260,6 +265,7 @@ def main(cfg: Config) -> None:
     prompts = data.PromptStream(train_examples, cfg.batch_size, cfg.seed, position)
     config.save(cfg, cfg.out_dir)
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
+    watch = guards.Watch(GUARDS, cfg, log, start)
     budget = memory.Budget(cfg.micro_batch_tokens, str(planned), release=sampler.release)
     done, position, batch, unscored = start, prompts.position, None, checkpoint.unscored(resumed, home)
 
@@ -274,8 +280,8 @@ def main(cfg: Config) -> None:
         profiling.trace(cfg.out_dir, cfg.profile) as profiled,
         checkpoint.save_on_outage(lambda: save(batch)),  # of the reward service: after a resume, the batch comes first
     ):
-        if eval_examples and start == 0:
-            log.eval(0, eval_reward=evaluate(sampler, eval_examples, tokenizer, judge, cfg))
+        if log.evaluation_due(cfg):
+            log.eval(start, eval_reward=evaluate(sampler, eval_examples, tokenizer, judge, cfg))
         for step in range(start + 1, cfg.steps + 1):
             # 1. rollout: B completions from the current policy, on all GPUs that sample
             examples_P = prompts.next()
@@ -335,20 +341,20 @@ def main(cfg: Config) -> None:
                     log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
                     models.refresh(trained)
                 with checkpoint.keep_batch(cfg.out_dir, step, chain(*minibatches)):
-                    optimizer.check()  # a gradient that is not finite
+                    log.add(overflows=optimizer.check())  # stops at a loss or gradient that is not finite
                 optimizer.make_room()
             if cfg.reference_refresh and step % cfg.reference_refresh == 0:
                 models.refresh([model, frozen])
             done, position, batch = step, prompts.position, None
 
             # 4. report and save
-            log.end_step(step, learning_rate=optimizer.learning_rate)
+            collapsed = watch.see(log.end_step(step, learning_rate=optimizer.learning_rate))
             if cfg.sample_every and step % cfg.sample_every == 0:
                 log.samples(step, examples_P, scored.completions, scored.rewards.tolist(), cfg.print_samples)
             if eval_examples and (step % cfg.eval_every == 0 or step == cfg.steps):
                 models.refresh(replicas)
                 log.eval(step, eval_reward=evaluate(sampler, eval_examples, tokenizer, judge, cfg))
-            stopping = bool(stop)  # read once: a signal may come while the checkpoint is written
+            stopping = bool(stop) or collapsed  # read once: a signal may come while the checkpoint is written
             if step % cfg.save_every == 0 or step == cfg.steps or stopping:
                 save()
             profiled()
@@ -356,6 +362,7 @@ def main(cfg: Config) -> None:
                 break
     log.close()
     print(f"policy saved in {checkpoint.newest(cfg.out_dir)}")
+    watch.leave()
 
 
 if __name__ == "__main__":

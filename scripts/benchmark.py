@@ -194,7 +194,7 @@ def make_model(name: str, num_ends: int, work_dir: Path) -> Path:
         return folder
     torch.manual_seed(0)
     with pick_device("auto"):  # on a CPU, 7B take minutes
-        model = AutoModelForCausalLM.from_config(cfg, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(cfg, dtype=torch.bfloat16, trust_remote_code=False)
     others = random.Random(0).sample(range(cfg.vocab_size - len(SPECIALS)), num_ends - 1)
     model.generation_config.eos_token_id = [*sorted(others), cfg.eos_token_id]
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -260,9 +260,9 @@ class Shape:
 
 def shape_of(name: str) -> Shape:
     """The shape of a transformers folder, or of "toy", from its config alone."""
-    cfg = AutoConfig.from_pretrained(models.find(name))
+    cfg = AutoConfig.from_pretrained(models.find(name), trust_remote_code=False)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(cfg)
+        model = AutoModelForCausalLM.from_config(cfg, trust_remote_code=False)
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     apart = {id(weight): weight.numel() for weight in (head, embedding)}  # one entry if they are tied
     head_dim = getattr(cfg, "head_dim", None) or cfg.hidden_size // cfg.num_attention_heads

@@ -64,7 +64,7 @@ def load_tokenizer(gguf: Path, eos: str, pad: str) -> transformers.PreTrainedTok
     """
     if eos == pad:
         raise ValueError(f"--eos and --pad are both {eos!r}; they must differ: pass another --pad.")
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False)
     for option, token in (("--eos", eos), ("--pad", pad)):
         if len(tokenizer.encode(token, add_special_tokens=False)) != 1:
             special = sorted({token.content for token in tokenizer.added_tokens_decoder.values()})
@@ -98,7 +98,9 @@ def load_model(gguf: Path, tokenizer: transformers.PreTrainedTokenizerBase) -> t
     unpack = {}
     if hasattr(transformers, "GgufConfig"):  # newer versions keep the blocks packed where they can, unless told
         unpack["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    loaded = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32, **unpack)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False, **unpack
+    )
     token_ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = copy.deepcopy(loaded.config)
     if hasattr(config, "quantization_config"):
@@ -106,7 +108,7 @@ def load_model(gguf: Path, tokenizer: transformers.PreTrainedTokenizerBase) -> t
     for name, token_id in token_ids.items():
         setattr(config, name, token_id)
 
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     model.load_state_dict(loaded.state_dict())  # strict, and in place, so tied embeddings stay tied
     model.generation_config = GenerationConfig(**token_ids)  # no temperature, top_p, ...: the training script sets them
     return model
@@ -118,8 +120,8 @@ def check_folder(folder: Path, eos: str, pad: str) -> None:
     Raises:
         RuntimeError: something was lost between the GGUF file and the folder.
     """
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     ids = (tokenizer.eos_token_id, tokenizer.pad_token_id)
     decoded = tokenizer.decode(tokenizer.encode(PROBE, add_special_tokens=False))

@@ -30,8 +30,9 @@ def main(argv: list[str] | None = None) -> None:
     base = lora.base_of(models.find(args.adapters))
     if base is None:
         parser.error(f"{args.adapters} holds no adapters (adapter_config.json): it is a model already")
-    dtype = models.DTYPES.get(args.dtype) or AutoConfig.from_pretrained(models.find(base)).dtype
-    model = models.load_frozen(args.adapters, torch.device("cpu"), "fp32").to(dtype)
+    model = models.load_frozen(args.adapters, torch.device("cpu"), "fp32")  # first: it says what is wrong with the base
+    config = AutoConfig.from_pretrained(models.find(base), trust_remote_code=False)
+    model = model.to(models.DTYPES.get(args.dtype) or config.dtype)
     model.save_pretrained(out)
     reader = images.load_processor if images.is_vlm(model.config) else models.load_tokenizer
     reader(args.adapters).save_pretrained(out)

@@ -9,9 +9,11 @@ the training is stopped; then as many steps are made once more, with a server th
 states must be the same bit for bit, and every completion scored; else the exit code is 1.
 """
 
+import ctypes
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -97,7 +99,8 @@ class Soak:
         command = [sys.executable, str(ROOT / "grpo" / "poster" / f"{script}.py"), *given]
         with self.logs[script].open("wb") as file:
             self.running[script] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-                                                    env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+                                                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                                                    preexec_fn=_end_with_parent)  # fmt: skip
 
     def wait(self, happened: Callable[[], bool], seconds: float = PATIENCE) -> None:
         """Until something is so. Exits if a process ends meanwhile, or it takes too long."""
@@ -151,6 +154,12 @@ class Soak:
         self.end("poster_grpo", 2 * 60 * self.cfg.minutes + PATIENCE)
         self.running["reward_server"].terminate()
         self.end("reward_server")
+
+
+def _end_with_parent() -> None:
+    """In a new process: the kernel kills it when the soak has ended, even if that was killed itself."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _lines(run: Path) -> list[dict[str, Any]]:

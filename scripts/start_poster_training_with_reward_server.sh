@@ -49,6 +49,13 @@ for word in "$@"; do
     previous=$word
 done
 mkdir -p "$out_dir"
+exec 9>>"$out_dir/.launcher.lock" # the kernel's: it is free when this and the training have ended, however they did
+if ! flock -n 9; then
+    echo "error: $out_dir is at work for another launcher, or for the training of one that was killed" \
+        "($(grep -oE '"(launcher|trainer)_pid": [0-9]+' "$out_dir/launcher.json" 2>/dev/null | paste -sd, || true)):" \
+        "give another --out_dir, or end those first" >&2
+    exit 1
+fi
 server_log=$out_dir/reward_server.log training_log=$out_dir/training.log url=http://127.0.0.1:$port
 python=python3
 [ ! -x .venv/bin/python ] || python=.venv/bin/python
@@ -103,7 +110,7 @@ show() { # name: lines with a prefix, also those of a progress bar; outlives Ctr
 
 follow() { # log name: what is written from now on
     : >>"$1"
-    tail -c "+$(($(stat -c %s "$1") + 1))" -F "$1" > >(show "$2") 2>/dev/null &
+    tail --pid=$$ -c "+$(($(stat -c %s "$1") + 1))" -F "$1" > >(exec 9>&- && show "$2") 2>/dev/null 9>&- &
     followers+=($!)
 }
 
@@ -120,7 +127,7 @@ print(u.build_opener(u.ProxyHandler({})).open(request, timeout=5).read().decode(
 
 start_server() { # in a session of its own: Ctrl-C in this terminal is not for it
     CUDA_VISIBLE_DEVICES=$reward_gpu OMP_NUM_THREADS=1 setsid "$python" grpo/poster/reward_server.py --port "$port" \
-        ${server_options[@]+"${server_options[@]}"} </dev/null >>"$server_log" 2>&1 &
+        ${server_options[@]+"${server_options[@]}"} </dev/null >>"$server_log" 2>&1 9>&- &
     server=$!
 }
 

@@ -58,6 +58,12 @@ if [ "$stop" = yes ]; then
     exit 0
 fi
 
+mkdir -p runs
+exec 9>>"runs/teacher-$port.lock" # of two starts at once, the second would take the place of the first in the pid file
+if ! flock -n 9; then
+    echo "error: another start of a teacher on port $port is under way: wait for it, or give another --port" >&2
+    exit 1
+fi
 if alive "$pid"; then
     echo "error: a teacher runs on port $port already (process $pid): stop it with --stop, or give another --port" >&2
     exit 1
@@ -79,9 +85,9 @@ if [ "$foreground" = yes ]; then
     exec "${command[@]}"
 fi
 
-mkdir -p runs "$(dirname "$log")"
+mkdir -p "$(dirname "$log")"
 # a session of its own: Ctrl-C in this terminal is not for the teacher
-setsid nohup "${command[@]}" </dev/null >>"$log" 2>&1 &
+setsid nohup "${command[@]}" </dev/null >>"$log" 2>&1 9>&- &
 pid=$!
 echo "$pid" >"$pid_file"
 ready() {

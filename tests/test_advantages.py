@@ -140,6 +140,21 @@ def test_order_of_completions_and_prompts_does_not_matter(scale):
 
 
 @pytest.mark.parametrize("scale", ["group", "batch"])
+@pytest.mark.parametrize("unit", [1e30, 3e38, 1.0])
+def test_rewards_of_any_size_are_compared(unit, scale):
+    # mean 0.75 units, deviations 0.25 and -0.75, std 0.5: the squares of the first two are beyond fp32
+    expected = torch.tensor([[0.5, 0.5, 0.5, -1.5]])
+    torch.testing.assert_close(advantages_of([[unit, unit, unit, 0.0]], scale, eps=0.0), expected)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_large_common_part_does_not_tilt_the_advantages(scale):
+    # 1e6 + n / 16 is exact in fp32, but the sum of eight is rounded to a multiple of 0.5
+    rewards = torch.tensor([[0.0, 2, 3, 5, 6, 8, 10, 11]]) / 16
+    torch.testing.assert_close(group_advantages(1e6 + rewards, scale), group_advantages(rewards, scale))
+
+
+@pytest.mark.parametrize("scale", ["group", "batch"])
 def test_unit_and_zero_of_the_rewards_do_not_matter(scale):
     rewards = torch.rand(4, 8, generator=torch.Generator().manual_seed(2))
     moved = group_advantages(100 * rewards + 3, scale, eps=0.0)

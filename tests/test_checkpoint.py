@@ -390,6 +390,20 @@ def test_a_full_disk_under_the_weights_leaves_nothing(run_dir, monkeypatch):
     assert names(run_dir) == ["checkpoint-000002", "checkpoint-000004"]
 
 
+@pytest.mark.parametrize("name", ["master/", "exp_avg/", "exp_avg_sq/"])
+def test_a_state_of_the_optimizer_that_is_not_finite_is_refused(saved, tmp_path, name):
+    folder = shutil.copytree(saved, tmp_path / "checkpoint-000003")
+    state = load_file(folder / "optimizer.safetensors")
+    key = next(key for key in state if key.startswith(name))
+    state[key].view(-1)[-1] = float("nan")
+    checkpoint.save_file(state, folder / "optimizer.safetensors")
+    _, optimizer = trained(steps=0)
+    before = {key: value.clone() for key, value in optimizer.state_dict().items()}
+    with pytest.raises(ValueError, match=f"optimizer.safetensors: {key} holds nan: must be finite; name an older"):
+        checkpoint.load(folder, optimizer, Config())
+    assert all(torch.equal(before[key], value) for key, value in optimizer.state_dict().items())
+
+
 # ---- which one a run starts from ----
 
 

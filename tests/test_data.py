@@ -2,10 +2,11 @@
 
 import json
 import sys
+import tracemalloc
 from types import SimpleNamespace
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import common
@@ -89,8 +90,9 @@ def system(text):
         '\ufeff{"prompt":"1+1=?","answer":"2"}\n{"prompt":"2+2=?","answer":"4"}\n',
         '{"prompt":"1+1=?","answer":"2"}\r\n\r\n  \r\n{"prompt":"2+2=?","answer":"4"}',
         '\ufeff\r\n{"prompt":"1+1=?","answer":"2"}\n\n{"prompt":"2+2=?","answer":"4"}\n\n',
+        '\ufeff\ufeff{"prompt":"1+1=?","answer":"2"}\n\ufeff{"prompt":"2+2=?","answer":"4"}\n\ufeff\n',
     ],
-    ids=["plain", "byte-order mark", "CRLF, blank lines, no last newline", "all together"],
+    ids=["plain", "byte-order mark", "CRLF, blank lines, no last newline", "all together", "files with marks, joined"],
 )
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
 def test_harmless_forms_of_a_file_give_the_same_rows(tmp_path, content, name):
@@ -123,23 +125,66 @@ def test_a_bad_line_is_an_error_with_file_and_line(tmp_path, lines, bad_line):
         read_rows(source)
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("[" * 100_000, "lists and objects lie too deep inside one another"),
+        ("9" * 5000, "Exceeds the limit .* value has 5000 digits"),
+        ('1,"answer":2', "the key 'answer' stands twice in one object"),
+        ('[{"role":"user","role":"assistant"}]', "the key 'role' stands twice"),
+    ],
+    ids=["deep", "long number", "key twice", "key of a message twice"],
+)
+def test_a_line_that_python_reads_in_its_own_way_is_an_error_with_file_and_line(tmp_path, value, message):
+    source = write_bytes(tmp_path, ('{"prompt":"a","answer":"1"}\n\n{"prompt":"a","answer":' + value + "}").encode())
+    with pytest.raises(ValueError, match=rf"rows.jsonl, line 3: {message}"):
+        read_rows(source)
+
+
 @pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"], ids=["", "byte-order mark"])
 def test_another_encoding_is_an_error_with_file_and_byte(tmp_path, bom):
     start = bom + '{"prompt":"一","answer":"1"}\n{"prompt":"'.encode()
     source = write_bytes(tmp_path, start + '中文","answer":"1"}'.encode("gbk"))
-    with pytest.raises(ValueError, match=rf"rows.jsonl: byte {len(start)} is not UTF-8"):
+    with pytest.raises(ValueError, match=rf"rows.jsonl: byte {len(start)} is not UTF-8 text \(line 2\)"):
         read_rows(source)
 
 
-def test_utf_16_is_an_error_not_a_guess(tmp_path):
-    with pytest.raises(ValueError, match="byte 0 is not UTF-8"):
-        read_rows(write_bytes(tmp_path, json.dumps(ROWS[0]).encode("utf-16")))
+@pytest.mark.parametrize(
+    ("encoding", "byte"), [("utf-16", 0), ("utf-16-le", 1), ("utf-16-be", 0), ("utf-32", 0), ("utf-32-be", 0)]
+)
+def test_utf_16_is_an_error_not_a_guess(tmp_path, encoding, byte):
+    with pytest.raises(ValueError, match=f"byte {byte} is not UTF-8"):
+        read_rows(write_bytes(tmp_path, json.dumps(ROWS[0]).encode(encoding)))
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\r\n", b"\xef\xbb\xbf"])
 def test_a_file_without_rows_is_an_error(tmp_path, content):
     with pytest.raises(ValueError, match="no rows"):
         read_rows(write_bytes(tmp_path, content))
+
+
+def test_a_row_takes_as_much_memory_as_the_top_of_the_file_says(tmp_path, monkeypatch):
+    monkeypatch.setattr("common.data.ROWS_PER_CALL", 100)  # as few of all rows as in a large file
+
+    class Words:
+        """Thirty tokens of a large vocabulary for every text."""
+
+        chat_template, added_tokens_decoder = None, {}
+
+        def __call__(self, text, **options):
+            texts = [text] if isinstance(text, str) else text
+            ids = [[1000 + (len(text) + 7 * i) % 500 for i in range(30)] for text in texts]
+            return {"input_ids": ids[0] if isinstance(text, str) else ids}
+
+    rows = [{"prompt": f"{i:06d} " + "word " * 28, "answer": str(i)} for i in range(3000)]
+    source = write_rows(tmp_path, rows)
+    load_examples(source, Words(), 64)  # imports and caches are not counted
+    tracemalloc.start()
+    examples = load_examples(source, Words(), 64)
+    kept, peak = (size / len(rows) for size in tracemalloc.get_traced_memory())
+    tracemalloc.stop()
+    # in whole pages, with what Python does not give back, the peak is what stays
+    assert len(examples) == 3000 and kept < 850 and peak < 1250, (kept, peak)
 
 
 # ---- toy, saved folders, hub ----
@@ -238,17 +283,21 @@ def test_prompt_wins_over_question_and_messages(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(8, "8"), (8.0, "8"), (-0.5, "-0.5"), ("8", "8"), (" 8 ", " 8 "), (0, "0")]
+    ("value", "text"),
+    [
+        *((8, "8"), (8.0, "8"), (-0.5, "-0.5"), ("8", "8"), (" 8 ", " 8 "), (0, "0"), (-0.0, "0")),
+        *((1e16, "1" + 16 * "0"), (1e23, "1" + 23 * "0"), (0.1 + 0.2, "0.30000000000000004")),
+    ],
 )
 def test_ground_truth_becomes_text(tmp_path, tokenizer, value, text):
     [example] = load(tmp_path, [{"prompt": "hi", "answer": value}], tokenizer)
     assert example.answer == text
 
 
-@pytest.mark.parametrize("answer", [{}, {"answer": None}, {"answer": ""}, {"answer": float("nan")}])
+@pytest.mark.parametrize("answer", [{}, {"answer": None}, {"answer": ""}, {"answer": " \n"}, {"answer": float("nan")}])
 def test_a_row_without_ground_truth_stops_unless_none_is_needed(tmp_path, tokenizer, answer):
     rows = [*ROWS, {"prompt": "hi"} | answer]
-    with pytest.raises(ValueError, match=r"rows.jsonl, row 2: `answer` is missing or empty; columns found: prompt"):
+    with pytest.raises(ValueError, match=r"rows.jsonl, row 2: `answer` is missing or empty; .*: prompt.*add it, or"):
         load(tmp_path, rows, tokenizer)
     assert load(tmp_path, rows, tokenizer, need_answer=False)[2].answer is None
 
@@ -267,7 +316,16 @@ def test_a_row_without_ground_truth_stops_unless_none_is_needed(tmp_path, tokeni
         ({"prompt": ["hi"], "answer": "8"}, "needs the keys `role` and `content`, got 'hi'"),
         ({"messages": [{"from": "human", "value": "hi"}], "answer": "8"}, "needs the keys `role` and `content`"),
         ({"prompt": [], "answer": "8"}, "the chat has no turn to answer"),
-        ({"prompt": "hi", "answer": ["8", "9"]}, "the answer is list, expected text or a number"),
+        ({"prompt": [user(" ")], "answer": "8"}, "the chat has no turn to answer"),
+        ({"prompt": " \n", "answer": "8"}, "`prompt` is missing or empty"),
+        ({"prompt": [user(None)], "answer": "8"}, "the content of a chat message is NoneType, expected text"),
+        ({"prompt": [user(None) | {"tool_calls": [1]}, user("hi")]}, "the content of a chat message is NoneType"),
+        ({"prompt": [user([{"type": "text", "text": "hi"}])], "answer": "8"}, "content of a chat message is list"),
+        ({"messages": [user("hi"), {"role": "gpt", "content": "8"}], "answer": "8"}, "role of a chat message is 'gpt'"),
+        ({"prompt": "hi", "answer": ["8", "9"]}, "the answer is list, expected text or a finite number"),
+        ({"prompt": "hi", "answer": True}, "the answer is bool, expected text or a finite number"),
+        ({"prompt": "hi", "answer": float("-inf")}, "the answer is -inf, expected text or a finite number"),
+        ({"prompt": "hi", "answer": "8\ud83d"}, "the answer holds half a character"),
     ],
 )
 def test_unusable_rows_are_errors_with_row_and_remedy(tmp_path, tokenizer, row, remedy):
@@ -296,6 +354,21 @@ def test_a_chat_of_assistant_turns_only_is_refused(tmp_path, tokenizer):
             load(tmp_path, [{"messages": chat}], tokenizer)
 
 
+def test_a_reply_that_calls_tools_is_no_answer_and_not_in_the_prompt(tmp_path, tokenizer):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
+    turns = [user("hi"), call | {"content": "8"}, {"role": "tool", "content": "9"}]
+    examples = load(tmp_path, [{"prompt": [user("hi"), call], "answer": 8}, {"prompt": turns, "answer": 8}], tokenizer)
+    assert [example.prompt for example in examples] == [[user("hi")], turns]
+    with pytest.raises(ValueError, match="row 0: `answer` is missing or empty"):
+        load(tmp_path, [{"prompt": turns[:2]}], tokenizer)
+
+
+@pytest.mark.parametrize("name", ["completions", "answers", "completion_tokens", "self"])
+def test_a_column_named_as_an_argument_of_reward_functions_is_refused(tmp_path, tokenizer, name):
+    with pytest.raises(ValueError, match=rf"rows.jsonl: columns {name}: reward functions get arguments of these names"):
+        load(tmp_path, [*ROWS, {"prompt": "hi", "answer": "1", name: 5}], tokenizer)
+
+
 def test_columns_are_repeated_for_every_completion():
     first = Example(0, "a", [1], "2", {"level": 1})
     second = Example(1, "b", [2], None, {"unit": "m"})
@@ -314,7 +387,29 @@ def test_text_chat_and_templated_text_become_the_same_tokens(tmp_path, tokenizer
     assert load_prompt(tmp_path, [user("2+2=?")], tokenizer) == wanted
     assert capsys.readouterr().out == ""
     assert load_prompt(tmp_path, RENDERED, tokenizer) == wanted
-    assert "1 of 1 prompts hold special tokens and get no chat template" in capsys.readouterr().out
+    assert "1 of 1 prompts are templated already and get no chat template" in capsys.readouterr().out
+
+
+def test_a_template_without_special_tokens_is_not_applied_twice(tmp_path):
+    tokenizer = make_tokenizer(template="user {{ messages[0]['content'] }}{{ '\n' }}assistant ")
+    wanted = load_prompt(tmp_path, "2+2=?", tokenizer)
+    assert wanted == [VOCABULARY[word] for word in ("user", *"2+2=?\n", "assistant")]
+    for templated in ("user 2+2=?\nassistant ", "user 2+2=?\nassistant"):
+        assert load_prompt(tmp_path, templated, tokenizer) == wanted
+    assert load_prompt(tmp_path, "assistant 2+2=?", tokenizer).count(VOCABULARY["assistant"]) == 2
+    # an end that any text may have tells nothing
+    question = make_tokenizer(template="user {{ messages[0]['content'] }}?")
+    assert load_prompt(tmp_path, "2+2=?", question)[0] == VOCABULARY["user"]
+
+
+@pytest.mark.parametrize("content", [RENDERED, "<im_start>user\n2+2=?", "2+2=?<im_end>"])
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, "{{ messages[0]['content'] }}<im_start><im_end>assistant"])
+def test_chat_messages_that_were_templated_before_are_refused(tmp_path, content, template):
+    rows = [*ROWS, {"prompt": [system("be brief"), user(content)], "answer": "4"}]
+    with pytest.raises(ValueError, match="row 2: a chat message holds what the chat template writes around it"):
+        load(tmp_path, rows, make_tokenizer(template=template))
+    # tokens that the template does not write are text like any other
+    assert VOCABULARY["<pad>"] in load_prompt(tmp_path, [user("hi <pad>")], make_tokenizer())
 
 
 def test_mixed_prompts_keep_their_order_over_many_tokenizer_calls(tmp_path, tokenizer, monkeypatch):
@@ -338,8 +433,15 @@ def test_system_turns_follow_the_data_then_the_setting(tmp_path, tokenizer):
     assert render(*own).count(VOCABULARY["brief"]) == 1
     for prompt in ("hi", none):
         assert load_prompt(tmp_path, prompt, tokenizer, system_prompt="be brief") == render(*own)
-    for chat in (own, empty):
+    for chat in (own, empty, [user("hi"), system("be brief"), user("hi")]):
         assert load_prompt(tmp_path, chat, tokenizer, system_prompt="hi") == render(*chat)
+
+
+def test_keys_that_a_table_fills_up_with_null_are_not_there_for_a_template(tmp_path, tokenizer):
+    tools = "{% if 'tool_calls' in turn %}{{ turn['tool_calls'] | length }}{% endif %}{% endfor %}"
+    careful = make_tokenizer(template=CHAT_TEMPLATE.replace("{% endfor %}", tools))
+    wanted = load_prompt(tmp_path, [user("hi")], tokenizer)
+    assert load_prompt(tmp_path, [user("hi") | {"tool_calls": None, "name": None}], careful) == wanted
 
 
 def test_a_template_with_a_default_system_turn_is_followed(tmp_path):
@@ -408,9 +510,10 @@ def test_a_tokenizer_without_pad_token_gives_the_same_tokens(tmp_path, tokenizer
 
 
 def test_prompts_of_no_tokens_are_refused(tmp_path):
-    rows = [*ROWS, {"prompt": " ", "answer": "1"}]
+    tokenizer = make_tokenizer(template=None, frame="<bos> $A")
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")  # a space of no width
     with pytest.raises(ValueError, match="row 2: the prompt has 0 tokens"):
-        load(tmp_path, rows, make_tokenizer(template=None, frame="<bos> $A"))
+        load(tmp_path, [*ROWS, {"prompt": "\u200b", "answer": "1"}], tokenizer)
 
 
 def test_half_a_character_is_an_error_with_the_row(tmp_path, tokenizer, monkeypatch):
@@ -424,9 +527,9 @@ def test_messages_that_the_template_refuses_are_an_error_with_the_row(tmp_path):
     rows = [*ROWS, {"prompt": [system("be brief"), user("hi")], "answer": "1"}]
     with pytest.raises(ValueError, match="row 2: the chat template refuses these messages: no system role"):
         load(tmp_path, rows, make_tokenizer(template=refuses + CHAT_TEMPLATE))
-    rows = [*ROWS, {"prompt": [user(None)], "answer": "1"}]
+    rows = [*ROWS, {"prompt": [user("hi"), {"role": "assistant", "content": None, "tool_calls": [1]}, user("hi")]}]
     with pytest.raises(ValueError, match="row 2: the chat template refuses these messages"):
-        load(tmp_path, rows, make_tokenizer())
+        load(tmp_path, rows, make_tokenizer(), need_answer=False)
 
 
 # ---- length ----

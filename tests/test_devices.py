@@ -89,7 +89,7 @@ def test_a_gpu_asked_for_and_none_there_is_an_error(visible):
 
 @pytest.mark.parametrize("ids", [
     ((0, 0), 1, 1), ((0, 1, 0), 1, 1), ((-1,), 0, 0), ((0,), -1, 0), ((0,), 0, -2), ((), 0, 0), (("0",), 0, 0),
-    ((0,), 1.0, 0), ((0,), None, 0),
+    ((0,), 1.0, 0), ((0,), None, 0), ((0), 0, 0), (None, 0, 0), ((0,), (1,), 0), ((True,), 0, 0),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("found", [0, 3])
 def test_ids_that_cannot_be_are_refused_on_every_machine(visible, ids, found):
@@ -170,6 +170,16 @@ def test_a_reference_gpu_that_is_not_there_is_an_error(visible, monkeypatch):
         layout_of_rank(2, None)
 
 
+@pytest.mark.parametrize("constant", [-1, "1", 1.0, (1,)], ids=repr)
+def test_a_constant_of_a_rank_that_is_no_gpu_number_is_named(visible, constant):
+    visible(2)
+    said = f"REFERENCE_GPU_ID = None, REWARD_GPU_ID = {constant!r}: must be None, or a GPU number from 0; edit"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        layout_of_rank(None, constant)
+    with pytest.raises(ValueError, match=re.escape(f"TEACHER_GPU_ID = {constant!r}: must be None")):
+        distillation_layout_of_rank(constant)
+
+
 # --- distillation ---
 
 
@@ -204,7 +214,7 @@ def test_a_distillation_on_the_cpu(visible, capsys, device, found, rollout, expe
 @pytest.mark.parametrize("ids", [
     ((), None, (0,)), ((0, 0), None, (1,)), ((0,), (1, 1), (0,)), ((0,), None, (1, 1)), ((-1,), None, (0,)),
     ((0,), (-1,), (0,)), ((0,), None, (-2,)), ((0,), (), (0,)), ((0, 1), (1,), (2,)), (("0",), None, (0,)),
-    ((0,), None, (1.5,)), ((0,), (None,), (1,)),
+    ((0,), None, (1.5,)), ((0,), (None,), (1,)), ((0), None, (1,)), ((0,), 1, (1,)), ((0,), None, None),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("found", [0, 3])
 def test_ids_that_cannot_be_are_refused_with_all_that_were_given(visible, ids, found):
@@ -286,7 +296,7 @@ def test_a_role_has_the_gpus_named_or_that_of_the_policy(visible):
     assert devices.role("SIMILARITY_GPU_IDS", (3, 1), torch.device("cpu")) == [torch.device("cpu")]
 
 
-@pytest.mark.parametrize("ids", [(), (0, 0), (2,), (-1,), ("0",)])
+@pytest.mark.parametrize("ids", [(), (0, 0), (2,), (-1,), ("0",), 1])
 def test_a_role_without_its_gpu_is_an_error(visible, ids):
     visible(2)
     with pytest.raises(ValueError, match=re.escape(f"SIMILARITY_GPU_IDS = {ids}: must be None, or different GPU")):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import build_model, tiny_model
+from conftest import build_model, build_tokenizer, tiny_model
 from test_divergences import between, exact, exact_top
 from test_logprobs import COMPLETIONS, PROMPTS, assert_same_gradients, gradients, pack
 from torch import nn
@@ -156,6 +156,17 @@ def test_beta_and_temperature_out_of_range_are_refused():
         Divergences(model_of("qwen2"), 1.0, False, 1.5, 64, None)
     with pytest.raises(ValueError, match=r"temperature = 0"):
         Divergences(model_of("qwen2"), 0.0, False, 0.5, 64, None)
+
+
+@pytest.mark.parametrize(("beta", "said"), [
+    (1e-6, "is the forward KL times 1e-06, a loss of nearly 0; set loss to forward_kl"),
+    (1 - 1e-6, "is the reverse KL times 1e-06, a loss of nearly 0; set loss to reverse_kl"),
+    (0.0, ""), (1.0, ""), (0.01, ""), (0.99, ""),
+])  # fmt: skip
+def test_a_beta_that_all_but_switches_the_loss_off_is_warned_of(beta, said, capsys):
+    Divergences(model_of("qwen2"), 1.0, False, beta, 64, None)
+    out = capsys.readouterr().out
+    assert f"warning: beta = {beta}: " in out and said in out if said else out == ""
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -478,6 +489,30 @@ def test_a_teacher_of_tokens_says_how_likely_they_are(model_folders):
     assert len(teacher.memory.params) == len(list(teacher.model.parameters()))  # no part of it is at work elsewhere
 
 
+@pytest.mark.parametrize("tokens_only", [False, True])
+def test_a_teacher_that_overflows_is_named(tokens_only, model_folders):
+    name, options = str(model_folders["qwen2"]), dict(temperature=0.7, compile=True)
+    teacher = LocalTeacher(name, [CPU], "fp32", tokens_only=tokens_only, **options)
+    teacher.fill(rows(), 20)
+    with torch.no_grad():  # in one layer, for some token
+        teacher.model.model.layers[0].mlp.down_proj.weight.mul_(torch.finfo(torch.float32).max)
+    what = "token_logps" if tokens_only else "states"
+    with pytest.raises(FloatingPointError, match=f"teacher '{name}': its {what} are not all finite.*large for float32"):
+        teacher.fill(rows(), 20)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_rows_of_different_lengths_do_not_diverge_from_a_teacher_that_is_the_student(teacher, beta):
+    student = Divergences(teacher.model, 0.7, False, beta, 64, teacher.head)
+    some = PROMPTS[:3], [[5, 6], [7, 8, 9, 10, 11], [12]]
+    for tokens in (1, 12, 1000):  # one row in each micro-batch, some, and all
+        micros = rows(*some, tokens)
+        teacher.fill(micros, tokens)
+        for micro in micros:
+            _, values = student(*micro.tokens, micro.completion_mask.float(), *micro.said)
+            assert values[..., :3].abs().max() <= 1e-5 and values[..., 5].max() > 0.5
+
+
 def test_an_offloaded_teacher_comes_back_bit_for_bit(teacher):
     before = {name: value.clone() for name, value in teacher.model.state_dict().items()}
     output = teacher.model.get_output_embeddings().weight
@@ -524,9 +559,13 @@ def vocabulary_of(tokens) -> dict[str, int]:
     return {token: i for i, token in enumerate(tokens)}
 
 
-def known(vocabulary, chat_template=None):
-    """A tokenizer that has this vocabulary."""
-    return SimpleNamespace(get_vocab=lambda: vocabulary, chat_template=chat_template)
+def known(vocabulary, chat_template=None, eos_token="a", pieces=1):
+    """A tokenizer that has this vocabulary, and cuts text into pieces of as many characters."""
+    return SimpleNamespace(
+        get_vocab=lambda: vocabulary, chat_template=chat_template, eos_token=eos_token,
+        eos_token_id=vocabulary.get(eos_token),
+        encode=lambda text, add_special_tokens: [text[i : i + pieces] for i in range(0, len(text), pieces)],
+    )  # fmt: skip
 
 
 def test_the_same_tokenizer_is_shared_up_to_the_smaller_size(tokenizer):
@@ -551,9 +590,9 @@ def test_a_token_that_only_one_side_has_does_no_harm(side):
     assert teachers.shared_ids(known(own), 8, other, 7) == 7
 
 
-def stub_teacher(size, chat_template=None):
+def stub_teacher(size, chat_template=None, **tokenizer):
     return SimpleNamespace(vocabulary=lambda: vocabulary_of("abcdef"), vocabulary_size=size, shared=size,
-                           template_hash=teachers.template_hash(known({}, chat_template)))  # fmt: skip
+                           habits=teachers.habits(known({}, chat_template, **tokenizer)))  # fmt: skip
 
 
 @pytest.mark.parametrize(("student", "size"), [(151_936, 152_064), (152_064, 151_936)])
@@ -562,7 +601,10 @@ def test_sizes_that_differ_are_said_once(student, size, capsys):
     assert teachers.agree(teacher, known(vocabulary_of("abcdef")), student) == teacher.shared == 151_936
     said = capsys.readouterr().out
     assert said.count("\n") == 1
-    assert f"the student has {student} token ids, the teacher {size}: the first 151936 count" in said
+    assert said.endswith(f"the student has {student} token ids, the teacher {size}: the first 151936 count, on both "
+                         "sides\n")  # fmt: skip
+    assert teachers.agree(stub_teacher(4), known(vocabulary_of("abcdef")), 6) == 4
+    assert "; 2 tokens of its tokenizer are not among them, and the student never" in capsys.readouterr().out
 
 
 def test_where_all_is_the_same_nothing_is_said(capsys):
@@ -570,10 +612,51 @@ def test_where_all_is_the_same_nothing_is_said(capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("own", [None, "{{ b }}"])
-def test_another_chat_template_is_warned_of(own, capsys):
-    teachers.agree(stub_teacher(64, "{{ a }}"), known(vocabulary_of("abcdef"), own), 64)
-    assert "warning: the teacher's chat template is another than the student's" in capsys.readouterr().out
+def test_another_chat_template_is_refused_unless_allowed(capsys):
+    pair = stub_teacher(64, "{{ a }}"), known(vocabulary_of("abcdef"), "{{ b }}")
+    with pytest.raises(ValueError, match=r"another than the student's: it would .*allow_other_template"):
+        teachers.agree(*pair, 64)
+    assert teachers.agree(*pair, 64, True) == 64
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and "warning: the teacher's chat template is another than the student's" in said
+
+
+@pytest.mark.parametrize(("theirs", "own"), [("{{ a }}", None), (None, "{{ a }}")])
+def test_a_chat_template_on_one_side_only_is_warned_of(theirs, own, capsys):
+    assert teachers.agree(stub_teacher(64, theirs), known(vocabulary_of("abcdef"), own), 64) == 64
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and "warning: the teacher's chat template is another than the student's" in said
+
+
+@pytest.mark.parametrize(("other", "what"), [
+    (dict(pieces=2), "the teacher's tokenizer cuts text into other tokens than the student's, though the ids are the"),
+    (dict(eos_token="b"), "the teacher's end token is another than the student's: a student that learns it goes on"),
+])  # fmt: skip
+def test_tokenizers_that_differ_in_more_than_ids_are_warned_of(other, what, capsys):
+    teacher, own = stub_teacher(64, **other), known(vocabulary_of("abcdef"))
+    assert teachers.agree(teacher, own, 64) == 64
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and f"warning: {what}" in said
+    teacher.habits = {"template_hash": teacher.habits["template_hash"]}  # all that an older server says
+    teachers.agree(teacher, own, 64)
+    assert capsys.readouterr().out == ""
+
+
+def test_real_tokenizers_with_one_map_of_ids_and_another_normalizer_are_told_apart(tokenizer):
+    from tokenizers import normalizers
+
+    other = build_tokenizer()
+    assert teachers.habits(other) == teachers.habits(tokenizer)
+    other.backend_tokenizer.normalizer = normalizers.Replace("=", "-")
+    assert other.get_vocab() == tokenizer.get_vocab()
+    differ = {name for name, value in teachers.habits(other).items() if value != teachers.habits(tokenizer)[name]}
+    assert differ == {"segments_hash"}
+
+
+def test_an_end_token_that_the_teacher_lacks_is_refused():
+    own = known(vocabulary_of([*"abcdef", "<end>"]), eos_token="<end>")
+    with pytest.raises(ValueError, match=r"end token '<end>' has id 6: must be one of the first 6 ids.*no completion"):
+        teachers.agree(stub_teacher(6), own, 7)
 
 
 # --- weights that leave and come back ---

@@ -324,24 +324,28 @@ def test_two_ranks_have_the_gradient_and_the_weights_of_one(two_processes, check
 
 # --- two ranks of a script, one of which has nothing to train on ---
 
-SAID = "    print('policy', [p.detach().double().sum().item() for p in model.parameters()], flush=True)\n"
-ONE_SIDED = (
-    "    reward.calls = getattr(reward, 'calls', 0) + 1\n"
-    "    if distributed.rank() == 1 and reward.calls == 2:\n"
-    "        return [float('nan')] * len(completions)\n"
-)
-SCORING = "            scoring = background.start("
+# on rank 1 no reward of the second step counts, no completion of the third, and the fifth is not scored at all
+ONE_SIDED = """    reward.calls = getattr(reward, "calls", 0) + 1
+    if distributed.rank() == 1 and reward.calls == 2:
+        return [float("nan")] * len(completions)
+    if distributed.rank() == 1 and reward.calls == 5:
+        raise ZeroDivisionError("the grader is down")
+"""
+SCORING, REPORT = "            scoring = background.start(", "            # 4. report and save\n"
+EDITS = {
+    SCORING: "            batch.truncated[:] = rank == 1 and step == 3\n" + SCORING,
+    REPORT: "            print('policy', [p.detach().double().sum().item() for p in model.parameters()])\n" + REPORT,
+}
 
 
 @pytest.mark.parametrize("script", ["similarity_grpo", "gkd_ddp"])  # the first has the loop of grpo_ddp
 def test_a_rank_without_anything_to_train_on_takes_the_steps_of_the_others(launcher, tmp_path, script):
-    # on rank 1 no reward of the second step, and no completion of the third, counts
-    edits = {SCORING: "            batch.truncated[:] = rank == 1 and step == 3\n" + SCORING, "    log.close()\n": SAID + "    log.close()\n"}
     options = dict(similarity_model="ngrams") if script == "similarity_grpo" else {}
-    copy = launcher.copy(script, ONE_SIDED + REWARD, edits)
-    run = launcher.run(copy, tmp_path, 2, steps=4, eval_every=0, truncated="mask", **options).succeeded()
+    copy = launcher.copy(script, ONE_SIDED + REWARD, EDITS)
+    run = launcher.run(copy, tmp_path, 2, timeout=60, steps=6, eval_every=0, truncated="mask", **options)
+    assert all(run.codes) and "rank 1 failed in phase 'score': RuntimeError: reward reward raised Zero" in run.output
     assert [line["skipped_updates"] for line in run.steps] == [0.0] * 4
     assert all(line["grad_norm"] > 0 for line in run.steps)
     assert 0.5 <= run.steps[1]["unscored"] < 1.0 and [line["truncated"] for line in run.steps] == [0.0, 0.0, 0.5, 0.0]
-    said = re.findall(r"policy \[.*", run.output)
-    assert len(said) == 2 and said[0] == said[1]
+    said = re.findall(r"policy \[.*", run.output)  # by rank
+    assert len(said) == 8 and said[:4] == said[4:] and len(set(said)) == 4

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import socket
 import sys
 import time
@@ -101,16 +102,41 @@ def test_answer_part(text, expected):
 # --- fetch ---
 
 
+def complete(folder: Path, weights: str = "model.safetensors") -> Path:
+    """The folder with what every model has."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({"w": torch.zeros(9)}, folder / weights)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
 def test_the_built_in_embedder_and_a_folder_are_themselves(tmp_path, offline):
     assert fetch("ngrams") == "ngrams"
     for name in ("config.json", "modules.json"):
-        (tmp_path / name).mkdir(parents=True)
+        complete(tmp_path / name / "0_part", weights="pytorch_model.bin")
         (tmp_path / name / name).write_text("[]")
         assert fetch(str(tmp_path / name)) == str(tmp_path / name)
 
 
 def test_a_folder_without_a_model_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=f"{tmp_path}.*no config.json or modules.json.*folder of a model"):
+        fetch(str(tmp_path))
+
+
+@pytest.mark.parametrize(("file", "content", "message"), [
+    ("model.safetensors", None, r"no weights \(\*.safetensors, \*.bin\) in .*; download all of the model"),
+    ("tokenizer.json", None, r"no tokenizer \(.*\) in .*; download all of the model"),
+    ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\nsize 90868376\n", "is damaged .*again"),
+    ("model.safetensors", ..., "model.safetensors is damaged .*; download it again"),
+])  # fmt: skip
+def test_a_part_of_a_model_is_an_error_before_the_first_rollout(file, content, message, tmp_path):
+    path = complete(tmp_path) / file
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-5] if content is ... else content)  # the download was broken off
+    with pytest.raises(ValueError, match=f"similarity_model '{tmp_path}'.*{message}"):
         fetch(str(tmp_path))
 
 
@@ -154,10 +180,9 @@ def test_a_hub_that_does_not_answer_is_given_up(monkeypatch):
 def test_a_model_in_the_cache_needs_no_network(offline):
     repository = offline / "models--BAAI--bge-m3"
     snapshot = repository / "snapshots" / ("0" * 40)
-    snapshot.mkdir(parents=True)
+    complete(snapshot)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0" * 40)
-    (snapshot / "config.json").write_text("{}")
     assert fetch("BAAI/bge-m3") == str(snapshot)
     assert embedder._readable(str(snapshot)) == "BAAI/bge-m3"
 
@@ -170,9 +195,7 @@ def test_a_second_copy_of_the_weights_is_not_downloaded(safe, tmp_path, monkeypa
         calls.append((name, ignore_patterns, local_files_only))
         return str(tmp_path)
 
-    (tmp_path / "config.json").write_text("{}")
-    if safe:
-        (tmp_path / "model.safetensors").write_text("")
+    complete(tmp_path, "model.safetensors" if safe else "pytorch_model.bin")
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, timeout: None)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert fetch("BAAI/bge-m3") == str(tmp_path)
@@ -284,8 +307,20 @@ def test_more_devices_than_prompts(stubbed):
 )
 def test_an_embedding_that_is_no_direction_is_named(vector, wrong, devices, stubbed):
     embedder = stubbed(devices, {"abc": vector})
-    with pytest.raises(FloatingPointError, match=f"similarity embedding {wrong} in row 3, 'abc': .*'ngrams'"):
+    match = f"similarity embedding {wrong} in row 3, 'abc': the model 'stub' overflows .*'ngrams'"
+    with pytest.raises(FloatingPointError, match=match):
         embedder(["a", "", "b", "<think></think>abc"], 2)
+
+
+@pytest.mark.parametrize(("change", "shape"), [
+    (lambda x: x[:-1], r"\[1, 2\] for 2"), (lambda x: x.repeat(2, 1), r"\[4, 2\] for 2"),
+    (lambda x: x[:, :1], r"\[2, 1\] for 2"), (lambda x: x[:, [0, 1, 1]], r"\[2, 3\] for 2"),
+])  # fmt: skip
+def test_embeddings_of_another_number_or_width_are_refused(change, shape, stubbed, monkeypatch):
+    encode = Stub.encode
+    monkeypatch.setattr(Stub, "encode", lambda *args, **options: change(encode(*args, **options)))
+    with pytest.raises(ValueError, match=rf"similarity_model 'stub': embeddings of shape {shape} texts, must be"):
+        stubbed()(["aa", "b", "", "aa"], 2)
 
 
 def test_an_error_in_a_thread_is_raised(stubbed):
@@ -337,7 +372,7 @@ def bert(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_folder_is_loaded_quietly_and_leaves_the_random_numbers_alone(bert, capfd):
+def test_a_folder_is_loaded_quietly_and_leaves_the_random_numbers_alone(bert, offline, capfd):
     state = torch.get_rng_state()
     embedder = Embedder(fetch(str(bert)), ["cpu"], max_tokens=8)
     vectors = embedder(["1 + 2", "what is 3 ?"], 2)
@@ -352,10 +387,19 @@ def test_a_folder_is_loaded_quietly_and_leaves_the_random_numbers_alone(bert, ca
     assert model.max_seq_length == 8
 
 
-def test_the_limit_of_the_model_holds(bert):
-    embedder = Embedder(str(bert), ["cpu"])
-    assert embedder(["1 " * 100], 1).norm() > 0
-    assert embedder.models[0].max_seq_length == 32
+@pytest.mark.parametrize(("max_tokens", "limit", "remedy"), [
+    (8, 8, "raise similarity_max_tokens"), (1024, 32, "choose a model that reads more"),
+])  # fmt: skip
+def test_texts_that_are_cut_are_said_once(bert, max_tokens, limit, remedy, capsys):
+    embedder = Embedder(str(bert), ["cpu"], max_tokens=max_tokens)
+    assert embedder(["1 " * limit, "2 2" + " " * 200 + "2"], 1).norm() > 0  # all of them is read
+    assert "warning" not in capsys.readouterr().out
+    vectors = embedder(["1 " * limit + "2", "1 " * limit + "3 3", "1 " * limit + "2", "2"], 4)[0]
+    assert torch.equal(vectors[0], vectors[1]) and not torch.equal(vectors[0], vectors[3])
+    said = f"warning: 2 responses have more tokens than the {limit} that {bert} reads: their ends are not compared"
+    assert capsys.readouterr().out == f"{said}; {remedy}\n"
+    embedder(["1 " * 99], 1)
+    assert embedder.models[0].max_seq_length == limit and capsys.readouterr().out == ""
 
 
 def test_a_model_without_all_its_weights_is_refused(bert, tmp_path):
@@ -371,7 +415,7 @@ def test_a_model_without_all_its_weights_is_refused(bert, tmp_path):
 
 @pytest.mark.parametrize("place", ["modules.json", "config.json", "config.json of a known kind"])
 def test_code_that_comes_with_a_model_is_not_run(place, tmp_path):
-    marker = tmp_path / "it_ran"
+    marker = complete(tmp_path) / "it_ran"
     code = "import torch\nfrom transformers import PretrainedConfig\n"
     code += f"open({str(marker)!r}, 'w').close()\nclass Own(PretrainedConfig):\n    model_type = 'own'\n"
     (tmp_path / "own_code.py").write_text(code)
@@ -388,6 +432,33 @@ def test_code_that_comes_with_a_model_is_not_run(place, tmp_path):
     with pytest.raises(ValueError, match=re.compile(f"{tmp_path}.*{match}", re.DOTALL)):
         Embedder(str(tmp_path), ["cpu"])(["1"], 1)
     assert not marker.exists()
+
+
+@pytest.mark.parametrize("place", ["", "1_Dense"])
+def test_pickled_weights_are_not_run(place, bert, tmp_path):
+    marker, folder = tmp_path / "it_ran", tmp_path / "model"
+    shutil.copytree(bert, folder)
+    (folder / "1_Dense").mkdir()
+    settings = {"in_features": 16, "out_features": 8, "bias": False}
+    (folder / "1_Dense" / "config.json").write_text(json.dumps(settings))
+    save_file({"linear.weight": torch.zeros(8, 16)}, folder / "1_Dense" / "model.safetensors")
+    kinds = {"": "Transformer", "1_Dense": "Dense"}
+    modules = [{"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kinds[path]}"}
+               for i, path in enumerate(kinds)]  # fmt: skip
+    (folder / "modules.json").write_text(json.dumps(modules))
+
+    class Planted:
+        def __reduce__(self):
+            return os.mkdir, (str(marker),)
+
+    path = folder / place / "pytorch_model.bin"
+    path.with_name("model.safetensors").unlink()
+    torch.save({"linear.weight": Planted()}, path)
+    with pytest.raises(Exception, match="Weights only load failed"):
+        Embedder(str(folder), ["cpu"])(["1"], 1)
+    assert not marker.exists()
+    torch.load(path, weights_only=False)
+    assert marker.exists()  # or the file was harmless
 
 
 def test_a_real_model_tells_paraphrases_from_other_sentences():

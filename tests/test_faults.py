@@ -328,6 +328,30 @@ def test_a_reward_service_that_fails_ends_the_run_which_goes_on_with_a_good_one(
         service.stop()
 
 
+def test_an_evaluation_that_the_service_cut_off_is_made_after_the_resume(launcher, scored, tmp_path):
+    script, service = scored[0], Fake()
+    options = {**SCORED, "steps": 3, "eval_every": 2, "reward_url": service.url}
+    straight = launcher.run(script, tmp_path / "straight", **options).succeeded()
+    with fault("reward service fails in an evaluation"):
+        reply, asked = service.reply, []
+
+        def fails(items, number):
+            if len(items) == 8:  # an evaluation; a step has 16
+                asked.append(number)
+            return 500 if len(items) == 8 and len(asked) > 1 else reply(items, number)
+
+        service.reply = fails
+        run = launcher.run(script, tmp_path / "run", **options)
+        assert run.codes == [OUTAGE_EXIT_CODE] and run.checkpoints == ["checkpoint-000002"], run.output
+        service.reply = reply
+        run = launcher.run(script, tmp_path / "run", **options).succeeded()
+        evaluations = [[line["step"] for line in one.lines if "eval_reward" in line] for one in (run, straight)]
+        assert evaluations == [[0, 2, 3], [0, 2, 3]]
+        assert comparable(run.lines) == comparable(straight.lines)
+        assert_equal_weights(run.weights(), straight.weights())
+    service.stop()
+
+
 @pytest.mark.slow
 def test_a_slow_reward_service_changes_nothing(launcher, scored, tmp_path):
     script, straight = scored

@@ -10,7 +10,7 @@ import torch
 from conftest import SCRIPTS, assert_equal_weights, build_model, build_tokenizer, comparable, read_lines
 from test_parity import assert_close
 from test_resume import SLOW_REWARD, assert_same
-from test_scripts import failed, metrics_explained
+from test_scripts import NEVER_ENDS, failed, first_weights, metrics_explained
 
 from common import offpolicy
 
@@ -22,6 +22,17 @@ PLAIN = dict(steps=4)
 
 
 # ---- one computation ----
+
+
+def test_when_all_are_cut_off_and_masked_nothing_moves(launcher, tmp_path):
+    copy = launcher.copy("gkd", edits=NEVER_ENDS)
+    run = launcher.run(copy, tmp_path, truncated="mask", steps=2, eval_data="").succeeded()
+    for line in run.steps:
+        assert line["truncated"] == 1.0 and line["skipped_updates"] == 1.0 and line["completion_length"] == 8.0
+        assert not line.get("loss") and not line.get("grad_norm") and line["learning_rate"] > 0
+    assert run.output.count("every completion was cut off") == 1
+    assert run.output.count("nothing in this step could be trained on") == 1
+    assert_equal_weights(run.weights(), first_weights(launcher))
 
 
 @pytest.mark.parametrize("script", ["gkd_multigpu", "gkd_ddp"])
@@ -39,6 +50,8 @@ def test_the_comparison_is_of_runs_that_learn(launcher):
     assert all(0.1 < line["divergence"] < 20 and 0 < line["grad_norm"] < 100 for line in run.steps)
     assert all(line["divergence"] == line["reverse_kl"] == pytest.approx(line["loss"], rel=1e-5) for line in run.steps)
     assert run.lines[-2]["eval_reverse_kl"] < run.lines[0]["eval_reverse_kl"]
+    forward = launcher.trained("gkd", **SEQ_KD)
+    assert all(line["divergence"] == line["forward_kl"] != line["reverse_kl"] for line in forward.steps)
     mixed = launcher.trained("gkd", **MIXED)
     drawn = [offpolicy.draw(0, step, 0.5) for step in range(1, 7)]
     assert {0, 1} == set(drawn) and [line["on_policy"] for line in mixed.steps] == drawn

@@ -1,14 +1,21 @@
 """Distillation from a teacher behind HTTP: the run of a local teacher, also when the server is killed in the middle."""
 
+import itertools
 import json
+import re
+import shutil
 import time
 
 import pytest
-from conftest import assert_equal_weights, comparable
+import torch
+from conftest import assert_equal_weights, build_tokenizer, comparable
+from test_logprobs import PROMPTS
 from test_parity import assert_close
 from test_teacher_server import Process, Server, free_port, wait_for
 
+from common import distillation, models, offpolicy, teachers
 from common.distributed import OUTAGE_EXIT_CODE
+from common.service import Service
 
 STEPS = 4
 ALL = dict(steps=STEPS, teacher_top_k=0, n_server_workers=1, teacher_patience=60)  # the whole vocabulary
@@ -53,6 +60,55 @@ def test_the_loss_is_that_of_a_local_teacher(launcher, server, tmp_path, options
         two = dict(ALL, n_server_workers=3)
         ranks = launcher.run(launcher.copy("gkd_ddp"), tmp_path / "two", 2, teacher_url=server.url, **two, **options)
         assert_close(ranks.succeeded(), local, metrics=1e-4, weights=2e-6)
+
+
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(server, model_folders):
+    model = models.load_frozen(str(model_folders["teacher"]), torch.device("cpu"), "fp32")
+    for top_k, workers, cut in ((0, 1, 1000), (5, 2, 14)):  # all rows in one request, and about one row in each
+        client = server.client(top_k=top_k, workers=workers)
+        batch = offpolicy.batch(PROMPTS[:3], [[5, 6], [7, 8, 9, 10, 11], [12]], 0, [3], torch.device("cpu"))
+        (micros,) = batch.minibatches(1, cut, True)
+        client.fill(micros, cut)
+        for micro, beta in itertools.product(micros, (0.0, 0.5, 1.0)):
+            student = distillation.Divergences(model, 0.7, False, beta, 64, None)
+            values = student(*micro.tokens, micro.completion_mask.float(), *micro.said)[1]
+            assert values[..., :3].abs().max() <= 1e-5 and values[..., 5].max() > 0.5
+
+
+@pytest.mark.parametrize(("body", "message"), [
+    (b"<html>", "/info begins b'<html>', protocol None: must be 1; give the address of gkd/teacher_server.py"),
+    (b"[1]", "protocol None"), (b'{"protocol": 9}', "protocol 9"),
+    (b'{"protocol": 1, "vocabulary_size": "64"}', "/info says vocabulary_size = '64': must be of type int"),
+])  # fmt: skip
+def test_what_is_no_teacher_is_refused(body, message, server, monkeypatch):
+    monkeypatch.setattr(Service, "get", lambda self, path: body)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        server.client()
+
+
+def test_a_part_of_a_vocabulary_does_not_pass_for_all_of_it(server, monkeypatch):
+    client = server.client()
+    part = dict(list(client.vocabulary().items())[:5])
+    monkeypatch.setattr(Service, "get", lambda self, path: json.dumps(part).encode())
+    with pytest.raises(ValueError, match=f"{server.url}: a vocabulary of 5 tokens, which is not that of /info"):
+        client.vocabulary()
+
+
+def test_a_server_with_another_tokenizer_is_refused(server, model_folders, tmp_path, capsys):
+    own = build_tokenizer()
+    assert teachers.agree(server.client(), own, 64) == 64 and capsys.readouterr().out == ""
+    shutil.copytree(model_folders["teacher"], tmp_path / "other")
+    path = tmp_path / "other" / "tokenizer.json"
+    saved = json.loads(path.read_text())
+    words = saved["model"]["vocab"]
+    words["+"], words["-"] = words["-"], words["+"]
+    path.write_text(json.dumps(saved))
+    other = Server(tmp_path / "other")
+    try:
+        with pytest.raises(ValueError, match=r"student and teacher have different tokenizers: id 7 .*\(2 ids differ\)"):
+            teachers.agree(other.client(), own, 64)
+    finally:
+        other.stop()
 
 
 def test_the_top_k_and_a_tail_are_never_above_the_whole(launcher, server, tmp_path):

@@ -64,8 +64,10 @@ def test_the_losses_are_different_ones(launcher):
 
 
 def test_at_learning_rate_0_nothing_moves(launcher):
-    run = launcher.trained("grpo", learning_rate=0, grpo_epochs=2, entropy_coef=0.1)
+    # one temperature for sampling, policy and reference, or ratio and KL would show it
+    run = launcher.trained("grpo", learning_rate=0, grpo_epochs=2, entropy_coef=0.1, temperature=0.6)
     for line in run.steps:
+        assert line["rollout_mismatch"] < 1e-5
         assert line["ratio_max"] == 1.0 and line["clip_fraction"] == line["out_of_range"] == line["kl_old"] == 0.0
         assert line["grad_norm"] > 0 and line["kl_ref"] == pytest.approx(0, abs=1e-6)
     assert_equal_weights(run.weights(), first_weights(launcher))
@@ -272,12 +274,11 @@ def test_without_effect_it_is_grpo_bit_for_bit(launcher, method, neutral, plain)
 
 def test_only_the_final_answer_is_compared_when_asked(launcher, tmp_path):
     # all right, and all different texts with one final answer
-    reward = (
-        "    for i in range(len(completions)):\n        completions[i] = f'{i} words, then #### 7'\n"
-        "    return [1.0] * len(completions)\n"
-    )
+    reward = "    return [1.0] * len(completions)\n"
+    texts = "completions_B = batch.texts(tokenizer)"
+    edits = {texts: "completions_B = [f'{i} words, then #### 7' for i in range(len(batch))]"}
     for text, clusters in (("response", 4.0), ("answer", 1.0)):
-        copy = launcher.copy("similarity_grpo", reward)
+        copy = launcher.copy("similarity_grpo", reward, edits)
         options = dict(
             steps=1, eval_data="", similarity_model="ngrams", similarity_text=text, similarity_threshold=0.999
         )

@@ -163,6 +163,10 @@ def test_a_text_that_holds_an_image_token_is_refused(token, processor):
 def test_images_and_their_places_must_be_as_many(processor):
     with pytest.raises(ValueError, match="1 images for a prompt with 2 places"):
         images.encode(processor, chat("?", 2), [(28, 28)])
+    with pytest.raises(ValueError, match="2 images for a prompt with 1 places"):
+        images.encode(processor, chat("?", 1), [(28, 28)] * 2)
+    with pytest.raises(ValueError, match=r"an image of 1 x 2000 pixels cannot be shown .*: crop it"):
+        images.encode(processor, chat("?", 1), [(1, 2000)])
 
 
 def test_other_models_are_refused(tmp_path, folders):
@@ -182,7 +186,7 @@ def test_other_models_are_refused(tmp_path, folders):
 
 # ---- features, positions, rollout ----
 
-SIZES = [[(90, 60), (40, 130)], [(64, 64)], []]  # 2, 1 and 0 images; as visual tokens 6 + 5, 4, 0
+SIZES = [[(90, 60), (40, 130), (30, 90)], [(64, 64)], []]  # 3, 1 and 0 images; as visual tokens 6 + 5 + 8, 4, 0
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -262,7 +266,7 @@ def test_positions_by_hand(loaded):
 def test_images_that_are_not_those_of_a_prompt_are_refused(loaded):
     processor, model, prompts, pictures = loaded
     of = images.Images.of
-    with pytest.raises(ValueError, match="prompt 0: 1 images of 6 visual tokens for 11 image tokens"):
+    with pytest.raises(ValueError, match="prompt 0: 1 images of 6 visual tokens for 19 image tokens"):
         of(model, processor, prompts, [pictures[0][:1], pictures[1], []])
     with pytest.raises(ValueError, match="prompt 2: 1 images of 4 visual tokens for 0 image tokens"):
         of(model, processor, prompts, [*pictures[:2], pictures[1]])
@@ -309,7 +313,7 @@ def test_the_tower_runs_once_per_prompt_with_images(loaded):
     minibatches = batch.minibatches(2, 100, True)
     logprobs.fill([micro for micros in minibatches for micro in micros], "old_logps", policy_of(model), model.device)
     handle.remove()
-    assert calls == [44, 16]  # patches of 11 and 4 tokens: independent of group size and passes
+    assert calls == [76, 16]  # patches of 19 and 4 tokens: independent of group size and passes
 
 
 @pytest.mark.parametrize("fallback", [False, True])
@@ -378,7 +382,9 @@ def test_parts_of_a_batch_carry_their_images(loaded):
 def test_rows_put_into_a_batch_bring_their_images(loaded):
     processor, model, prompts, _ = loaded
     batch = rolled(loaded, 2)
-    seen = images.Images.of(model, processor, prompts[:1], [[picture(90, 60, 77), picture(40, 130, 78)]])
+    seen = images.Images.of(
+        model, processor, prompts[:1], [[picture(*size, 77 + i) for i, size in enumerate(SIZES[0])]]
+    )
     new = sampler_of(processor, model, max_new_tokens=4).generate(
         prompts[:1], group_size=2, temperature=1.0, prompt_numbers=[5], images=seen
     )

@@ -2,12 +2,14 @@
 
 import copy
 import dataclasses
+import gc
 import math
 import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
+from test_rollout import flags, make_sampler, traces
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +30,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from common import attention, head, logprobs, losses, models
+from common import attention, head, logprobs, lora, losses, models, offload, optim
 from common.logprobs import LogProbs
 
 CPU = torch.device("cpu")
@@ -778,6 +780,75 @@ def test_a_masked_row_changes_nothing_for_the_others(policies):
     assert not logps[2:].any()
     torch.testing.assert_close(logps[:2, :3], rest_logps, rtol=0, atol=1e-5)
     assert_same_gradients(gradients(model, logps.sum()), gradients(model, rest_logps.sum()), atol=1e-4)
+
+
+# --- one model in several roles ---
+
+
+@pytest.mark.parametrize("adapters", [lora.Options(4, 8.0), None], ids=["adapters", "all weights"])
+def test_a_step_leaves_modes_and_settings_as_they_were_wherever_it_fails(model_folders, adapters):
+    # GPT-2 has dropout in its config, and the policy checkpoints activations, but not while it samples
+    folder = str(model_folders["gpt2"])
+    _, model = models.load_policy(folder, CPU, "fp32", True, adapters)
+    frozen = model if adapters else models.load_frozen(folder, CPU, "fp32")
+    policy, reference = LogProbs(model, 0.7), LogProbs(frozen, 0.7, adapters=not adapters)
+    sampler = make_sampler(model, max_new_tokens=3)
+
+    def step():
+        batch = sampler.generate(PROMPTS[:2], group_size=2, temperature=0.7)
+        (micros,) = batch.minibatches(1, 1000, policy.packed)
+        logprobs.fill(micros, "old_logps", policy, CPU)
+        logprobs.fill(micros, "ref_logps", reference, CPU)
+        for micro in micros:
+            logps, _ = policy(*micro.tokens)
+            losses.kl_estimate(logps, micro.ref_logps, "k3").sum().backward()
+
+    before, calls, fails_at = [flags(m) for m in (model, frozen)], 0, None
+
+    def count(*args):
+        nonlocal calls
+        calls += 1
+        if calls == fails_at:
+            raise RuntimeError("out of memory")
+
+    for decoder in {model.get_decoder(), frozen.get_decoder()}:
+        decoder.register_forward_pre_hook(count)
+    step()
+    assert [flags(m) for m in (model, frozen)] == before and calls >= 6
+    for fails_at in range(1, calls + 1):
+        calls = 0
+        with pytest.raises(RuntimeError, match="out of memory"):
+            step()
+        assert [flags(m) for m in (model, frozen)] == before and not traces(model), f"call {fails_at}"
+    assert model.training and before[0]["config"].get("attn_pdrop") == 0.1
+
+
+def test_nothing_piles_up_from_step_to_step(model_folders):
+    _, model = models.load_policy(str(model_folders["qwen2"]), CPU, "fp32")
+    policy, sampler = LogProbs(model, 1.0), make_sampler(model, max_new_tokens=4)
+    optimizer, weights_of = optim.AdamW(model, 1e-4, offload="rollout"), offload.Offload(model)
+    generator, kept = torch.Generator().manual_seed(0), []
+    for step in range(12):
+        lengths = torch.randint(1, 30, (4,), generator=generator).tolist() if step else [30] * 4  # the longest first
+        batch = sampler.generate([[4 + n] * n for n in lengths], group_size=2, temperature=1.0, step=step)
+        minibatches = batch.minibatches(2, 60, policy.packed)
+        for minibatch in minibatches:
+            logprobs.fill(minibatch, "old_logps", policy, CPU)
+        weights_of.off()
+        weights_of.on()
+        for minibatch in minibatches:
+            for micro in minibatch:
+                ratio = losses.sequence_ratio(policy(*micro.tokens)[0], micro.old_logps, micro.completion_mask)
+                optimizer.scale(ratio.sum() / 8).backward()
+            optimizer.step(1.0)
+        optimizer.check()
+        optimizer.make_room()
+        if step in (4, 11):
+            del batch, minibatches, minibatch, micro, ratio
+            gc.collect()
+            found = [x.untyped_storage() for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)]
+            kept.append(sum({storage.data_ptr(): storage.nbytes() for storage in found}.values()))
+    assert kept[0] == kept[1]
 
 
 # --- on a GPU ---

@@ -560,6 +560,7 @@ def test_merge_adapters_writes_an_ordinary_folder(family, dtype, tolerance, save
     assert kinds == {models.DTYPES[dtype or "fp32"]}
     tokenizer, model = load_policy(str(out), CPU, "fp32")
     assert not hasattr(model, "peft_config") and tokenizer.get_vocab() == build_tokenizer().get_vocab()
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     expected = logits(reload(saved[family], Options(4, 8.0)))
     torch.testing.assert_close(logits(model), expected, atol=tolerance, rtol=0)
     for other, message in ((out, "exists already"), (tmp_path / "new", "holds no adapters")):
@@ -690,7 +691,8 @@ def test_a_run_with_adapters_is_resumed_exactly(launcher, tmp_path):
 )
 def test_every_script_trains_the_same_adapters(launcher, model_folders, one, script, ranks):
     options = dict(lora_rank=4, steps=2, eval_every=0, learning_rate=1e-3, optimizer_offload="rollout")
-    first, other = launcher.trained(one, **options), launcher.trained(script, ranks, **options)
+    first, other = (launcher.trained(one, **options),
+                    launcher.trained(script, ranks, **options, gradient_checkpointing=True))  # fmt: skip
     files = [run.out_dir / run.checkpoints[-1] / "adapter_model.safetensors" for run in (first, other)]
     saved, again = map(load_file, files)
     assert saved.keys() == again.keys()

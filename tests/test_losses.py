@@ -180,7 +180,7 @@ def test_clip_stats_of_nothing_are_finite():
 
 # ratio, advantage, plain clipped value, value with a dual clip of 3, slope of the latter
 DUAL_CASES = [(5.0, -1.0, -5.0, -3.0, 0.0), (2.0, -1.0, -2.0, -2.0, -1.0), (5.0, 1.0, 1.2, 1.2, 0.0),
-              (0.5, -2.0, -1.6, -1.6, 0.0)]  # fmt: skip
+              (0.5, -2.0, -1.6, -1.6, 0.0), (5.0, 0.0, 0.0, 0.0, 0.0)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("ratio", "advantage", "plain", "value", "slope"), DUAL_CASES)

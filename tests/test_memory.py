@@ -417,6 +417,17 @@ def test_a_run_goes_on(launcher, tmp_path, script, on_two):
     assert_close(run, usual, metrics=2e-3, weights=1e-5)
 
 
+@pytest.mark.parametrize(("script", "role"), [("gspo_multigpu", "policy"), ("gkd_multigpu", "student")])
+def test_replicas_may_have_nothing_to_do(launcher, tmp_path, script, role):
+    # of four, one has no prompt to sample from, and each minibatch leaves some without a row
+    options = dict(batch_size=3, group_size=1 if role == "student" else 2, steps=2, eval_examples=1)
+    usual = launcher.trained(script, **options)
+    edits = {old: new.replace("(home, home)", "(home,) * 4") for old, new in TWO.items() if role in old}
+    run = launcher.run(launcher.copy(script, REWARD, edits), tmp_path / "run", **options).succeeded()
+    assert run.samples == usual.samples
+    assert_close(run, usual, metrics=1e-4, weights=1e-5)
+
+
 def test_one_rank_runs_out_of_memory_and_the_other_does_not(launcher, tmp_path):
     usual = launcher.trained("gspo_ddp", 2, steps=3)
     there = INJECTION.replace("if size > 40", "if distributed.rank() == 1 and size > 40")

@@ -380,6 +380,16 @@ def test_end_tokens_survive_saving_and_end_completions(tmp_path):
     assert batch.completion_ids.tolist() == [[30]] and not batch.truncated.any()
 
 
+def test_a_reply_that_ends_in_the_template_as_no_completion_does_is_warned_of(capsys):
+    tokenizer, model = build_tokenizer(), build_model("qwen2")  # <im_end>, token 3, ends a turn of its template
+    assert end_token_ids(tokenizer, model) == [3] and not capsys.readouterr().out
+    tokenizer.eos_token, model.config.eos_token_id, model.generation_config.eos_token_id = "user", 4, None
+    assert end_token_ids(tokenizer, model) == [4]
+    assert capsys.readouterr().out.count("warning: the chat template ends a reply with '<im_end>'") == 1
+    tokenizer.chat_template = "{{ raise_exception('no chat here') }}"
+    assert end_token_ids(tokenizer, model) == [4] and not capsys.readouterr().out
+
+
 def test_no_end_token_at_all_is_refused():
     tokenizer, model = build_tokenizer(), build_model("qwen2")
     tokenizer.eos_token = None

@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -114,6 +115,25 @@ def test_a_batch_of_given_completions():
     assert batch.num_tokens == 6 and not batch.completion_mask[1].any() and batch.sampled_mask[1].all()
 
 
+def test_what_follows_an_end_token_is_left_out(tokenizer):
+    # an answer that was written with the end of its turn, and another end token than the tokenizer's
+    one, two = tokenizer.convert_tokens_to_ids(["1", "2"])
+    given = offpolicy.answers([*examples(0, answer="1 <im_end> 2"), *examples(1, answer="1 user 2")], tokenizer, 9, 64)
+    assert given == [[one, 3, two, 3], [one, 4, two, 3]]
+    batch = offpolicy.batch([[5], [6]], given, 0, [3, 4], CPU)
+    assert batch.completion_ids.tolist() == [[one, 3], [one, 4]] and batch.num_tokens == 4
+    assert not batch.truncated.any() and batch.completion_mask.all()
+    cut = offpolicy.batch([[5], [6]], [[7, 8, 5, 9, 9], [9]], 0, [2, 5], CPU)
+    assert cut.completion_mask.int().tolist() == [[1, 1, 1], [1, 0, 0]] and cut.truncated.tolist() == [False, True]
+
+
+def test_without_an_end_token_no_answer_can_end():
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match=r"the tokenizer has no end token: .*set eos_token"):
+        offpolicy.answers(examples(0), tokenizer, 9, 64)
+
+
 def test_the_pad_token_may_stand_in_a_completion():
     batch = offpolicy.batch([[5], [6]], [[30, 0, 31, 3], [0]], 0, [3], CPU)
     assert batch.lengths.tolist() == [4, 1] and batch.truncated.tolist() == [False, True]
@@ -156,7 +176,9 @@ def test_a_row_that_a_step_holds_twice_is_asked_for_once(tmp_path):
     assert known.get(examples(4, 4, 1, 4)) == [[304, 3], [304, 3], [301, 3], [304, 3]]
     assert asked(known) == [[4, 1]]
     lines = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    checks = [line.pop("check") for line in lines[1:]]
     assert lines == [RECIPE, {"index": 4, "completion_ids": [304, 3]}, {"index": 1, "completion_ids": [301, 3]}]
+    assert checks == [cached(tmp_path)._check(line) for line in lines[1:]] and checks[0] != checks[1]
 
 
 def test_a_later_run_reads_them(tmp_path):
@@ -187,6 +209,71 @@ def test_a_file_cut_off_in_its_first_line_begins_anew(tmp_path):
     known.get(examples(1))
     assert asked(known) == [[1]]
     assert json.loads((tmp_path / FILE).read_text().splitlines()[0]) == RECIPE
+
+
+def replaced(old: bytes, new: bytes):
+    def change(data: bytes) -> bytes:
+        assert data.count(old) == 1
+        return data.replace(old, new)
+
+    return change
+
+
+@pytest.mark.parametrize("damage", [
+    replaced(b"[302, 3]", b"[309, 3]"),  # edited by hand
+    replaced(b"[302, 3]", b"[302, NaN]"),
+    replaced(b'"index": 2', b'"index": 7'),  # another prompt's
+    replaced(b"[302, 3]", b"[302]"),
+    replaced(b'{"index": 2', b'{"inde\n{"index": 2'),  # the beginning of another row before it
+    replaced(b'{"index": 2, "completion_ids": [302', b"\x00\xff\x00"),  # a block that was never written
+    replaced(b'{"index": 2', b'[{"index": 2'),
+], ids=range(7))  # fmt: skip
+def test_a_damaged_row_is_never_used(damage, tmp_path, capsys):
+    cached(tmp_path).get(examples(1, 2, 3))
+    (tmp_path / FILE).write_bytes(damage((tmp_path / FILE).read_bytes()))
+    for calls in ([[2]], []):
+        known = cached(tmp_path)
+        assert known.get(examples(1, 2, 3)) == [[301, 3], [302, 3], [303, 3]] and 7 not in known.known
+        calls = calls if b'"inde\n' not in (tmp_path / FILE).read_bytes() else []  # there the row itself is whole
+        assert asked(known) == calls
+        said = capsys.readouterr().out
+        assert f"warning: {tmp_path / FILE}: 1 rows are damaged, or were edited: those are generated again" in said
+
+
+def test_rows_of_another_recipe_do_not_pass_for_ones_of_this(tmp_path):
+    for folder, seed in (("a", 3), ("b", 4)):
+        cached(tmp_path / folder, seed=seed).get(examples(1))
+    head = (tmp_path / "a" / FILE).read_bytes().split(b"\n")[0]
+    (tmp_path / "a" / FILE).write_bytes(head + b"\n" + (tmp_path / "b" / FILE).read_bytes().split(b"\n")[1] + b"\n")
+    known = cached(tmp_path / "a")
+    assert known.get(examples(1)) == [[301, 3]] and asked(known) == [[1]]
+
+
+def test_runs_that_share_a_folder_at_the_same_time_do_not_disturb_each_other(tmp_path):
+    first, second, other = cached(tmp_path), cached(tmp_path), cached(tmp_path, seed=4)  # none finds a file
+    first.get(examples(1, 2))
+    with open(tmp_path / FILE, "ab") as file:
+        file.write(b'{"index": 9, "compl')  # that run is killed
+    second.get(examples(2, 3))
+    with pytest.raises(ValueError, match=rf"{FILE} was generated otherwise \(seed 3 -> 4\)"):
+        other.get(examples(5))
+    heads = Counter("teacher" in json.loads(line) for line in (tmp_path / FILE).read_text().splitlines())
+    assert heads == {True: 1, False: 4}
+    third = cached(tmp_path)
+    assert third.get(examples(1, 2, 3)) == [[301, 3], [302, 3], [303, 3]] and asked(third) == []
+
+
+def test_rows_written_at_the_same_time_stay_whole(tmp_path):
+    def append_many(run: int, known: TeacherAnswers) -> None:
+        for i in range(30):
+            row = {"index": 1000 * run + i, "completion_ids": [i] * 5000}  # longer than what is written at once
+            known._append([row | {"check": known._check(row)}])
+
+    with ThreadPoolExecutor(4) as threads:  # each opens the file for itself, as processes do
+        list(threads.map(append_many, range(4), [cached(tmp_path) for _ in range(4)]))
+    known = cached(tmp_path).known
+    assert len(known) == 120 and all(ids == [index % 1000] * 5000 for index, ids in known.items())
+    assert (tmp_path / FILE).read_bytes().count(b'"teacher"') == 1
 
 
 def test_files_of_all_ranks_are_read_and_each_rank_writes_its_own(tmp_path, monkeypatch):
@@ -228,13 +315,14 @@ def test_a_teacher_that_fails_leaves_the_file_as_it_was(tmp_path):
 
 
 def test_a_recipe_changes_with_the_weights_and_with_any_prompt():
-    def recipe(rows, weights="w"):
-        return offpolicy.recipe(SimpleNamespace(name="t", weights=weights), rows, 3, 1.0, 4)
+    def recipe(rows, weights="w", shared=64):
+        return offpolicy.recipe(SimpleNamespace(name="t", weights=weights, shared=shared), rows, 3, 1.0, 4)
 
     rows = examples(0, 1, 2)
     first = recipe(rows)
     assert first == recipe(examples(0, 1, 2)) and first["teacher"] == "t" and first["seed"] == 3
     assert recipe(rows, "other")["weights"] != first["weights"]
+    assert recipe(rows, shared=63) != first  # a student with fewer ids
     moved, edited = examples(0, 2, 1), examples(0, 1, 2)
     edited[1].prompt_ids.append(21)
     shifted = [

@@ -206,6 +206,19 @@ def test_gradient_checkpointing_changes_nothing(launcher):
     assert_close(other, one, metrics=1e-5, weights=1e-7)
 
 
+@pytest.mark.parametrize("script", ["grpo", "gkd"])
+def test_dropout_has_no_part_in_any_loss(launcher, model_folders, script):
+    # GPT-2 has 0.1 in its config: a policy in train mode would differ from its own rollout, reference and teacher
+    folder, options = model_folders["gpt2"], dict(steps=1, learning_rate=0, eval_every=0)
+    if script == "gkd":
+        (line,) = launcher.trained("gkd", student_model=folder, teacher_model=folder, **options).steps
+        assert abs(line["loss"]) < 1e-6 and line["grad_norm"] < 1e-5
+        return
+    (line,) = launcher.trained("grpo", policy_model=folder, kl_coef=0.1, **options).steps
+    assert line["ratio_max"] == 1.0 and line["clip_fraction"] == line["out_of_range"] == 0.0
+    assert abs(line["kl_ref"]) < 1e-9 and line["rollout_mismatch"] < 1e-5 and line["grad_norm"] > 0
+
+
 def test_another_seed_is_another_run(launcher):
     one, other = launcher.trained("gspo", steps=6), launcher.trained("gspo", steps=6, seed=1)
     assert not {line["completion"] for line in one.samples} & {line["completion"] for line in other.samples}

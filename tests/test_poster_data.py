@@ -1,5 +1,6 @@
 """Poster records: the synthetic ones, those of a file, and what the converters make of other data."""
 
+import base64
 import hashlib
 import json
 import random
@@ -7,10 +8,11 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image, ImageFont
 
-from grpo.poster import convert, layout, records, reward, synthetic
+from grpo.poster import assessors, convert, layout, records, reward, synthetic
 
 LEVELS = (0, 1, 2)
 
@@ -217,6 +219,9 @@ def test_reading_synthetic_posters():
     ({"extra_info": [1]}, "row 0: `extra_info`"),
     ({"ground_truth": "absent"}, "row 0: `ground_truth` is missing"),
     ({"ground_truth": {"layers": []}}, "row 0: .*no canvas"),
+    ({"ground_truth": {"canvas": {"width": 9, "height": 9}, "layers": []}}, "row 0: ground_truth has 0 layers"),
+    ({"ground_truth": {"canvas": {"width": 9, "height": 9}}}, "row 0: ground_truth has None layers"),
+    ({"ground_truth": None}, "row 0: `ground_truth` is missing"),
     ({"images": ["pictures/none.png"]}, "row 0: image 'pictures/none.png': must be a file inside"),
     ({"images": ["../outside.png"]}, "row 0: image '../outside.png': must be a file inside"),
     ({"images": ["/etc/hostname"]}, "row 0: image '/etc/hostname': must be a file inside"),
@@ -256,6 +261,55 @@ def test_large_and_broken_images_are_refused(rows, monkeypatch):
     Image.new("RGB", (8, 8)).save(rows.parent / "x.gif")
     with pytest.raises(ValueError, match="cannot be read as PNG, JPEG, WEBP"):
         records.open_image("x.gif", rows.parent)
+
+
+def test_pictures_are_upright_and_of_8_bits_and_their_size_is_known_before(rows):
+    def stored(image: Image.Image, name: str, **options) -> Image.Image:
+        image.save(rows.parent / name, **options)
+        opened = records.open_image(name, rows.parent)
+        assert opened.mode == "RGB" and opened.size == records.image_size(name, rows.parent)
+        content = base64.b64encode((rows.parent / name).read_bytes()).decode()
+        if not name.endswith(".webp"):
+            assert assessors.image(content, "").tobytes() == opened.tobytes()  # the service sees the same
+        return opened
+
+    turned = Image.Exif()
+    turned[0x0112] = 6  # to be turned to the right by a quarter
+    halves = Image.new("RGB", (40, 20), "white")
+    halves.paste("black", (0, 0, 20, 20))
+    for name in ("turned.jpg", "turned.webp"):
+        upright = stored(halves, name, exif=turned, quality=100)
+        assert upright.size == (20, 40) and upright.getpixel((10, 5))[0] < 20 and upright.getpixel((10, 35))[0] > 235
+    deep = Image.fromarray(np.arange(0, 65536, 1024, dtype=np.uint16).reshape(8, 8))
+    assert [stored(deep, "deep.png").getpixel((x, 0)) for x in range(4)] == [(4 * x,) * 3 for x in range(4)]
+    frames = [Image.new("RGB", (4, 4), name) for name in ("red", "blue")]
+    assert stored(frames[0], "moving.png", save_all=True, append_images=frames[1:]).getpixel((0, 0)) == (255, 0, 0)
+    assert stored(Image.new("CMYK", (4, 4), (0, 255, 0, 0)), "print.jpg").getpixel((0, 0)) == (255, 0, 255)
+    assert stored(Image.new("RGBA", (4, 4), (9, 8, 7, 0)), "clear.png").getpixel((0, 0)) == (9, 8, 7)
+    assert stored(Image.new("P", (1, 1), 1), "one.png").size == (1, 1)
+
+
+def test_an_image_that_no_vision_tower_takes_is_an_error_of_its_row(rows):
+    for name, size in (("narrow", (1, 201)), ("wide", (400, 1))):
+        Image.new("L", size).save(rows.parent / f"{name}.png")
+        with pytest.raises(ValueError, match=rf"row 0: image '{name}.png': .*: sides of over 1 to 200; crop it"):
+            records.read(rewrite(rows, images=[f"{name}.png"]))
+    Image.new("L", (1, 200)).save(rows.parent / "long.png")
+    records.read(rewrite(rows, images=["long.png"]))
+
+
+def test_truths_in_thousandths_are_pointed_out(rows, capsys):
+    record = synthetic.record(0, 0)
+    canvas, layers = record["ground_truth"]["canvas"], []
+    for layer in record["ground_truth"]["layers"]:
+        scales = {"x": 1000 / canvas["width"], "y": 1000 / canvas["height"]}
+        scales |= {"width": scales["x"], "height": scales["y"]}
+        layers.append({**layer, **{key: layer[key] * scale for key, scale in scales.items()}})
+    smaller = {"width": 500, "height": 600}
+    records.read(rewrite(rows, ground_truth={"canvas": {**canvas, **smaller}, "layers": layers}))
+    assert "in 1 of 1 records, such as row 0, most boxes reach beyond the canvas" in capsys.readouterr().out
+    records.read(rewrite(rows, ground_truth=record["ground_truth"]))
+    assert not capsys.readouterr().out
 
 
 def test_messages():

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -138,6 +139,22 @@ def test_ctrl_c_stops_the_training_first_and_the_service_after_it(launch):
     assert not alive(run.status["server_pid"]) and not alive(run.status["trainer_pid"])
 
 
+def test_a_folder_has_one_launcher_until_its_training_has_ended(launch):
+    run = launch("--workers", "1", training=("--steps", "100000", "--stop", "never"))
+    wait_for(lambda: "step 0" in run.read("training.log"))
+    status, log = run.status, run.read("reward_server.log")
+    launcher, trainer = status["launcher_pid"], status["trainer_pid"]
+    message = f'run is at work for another launcher, .*"launcher_pid": {launcher},"trainer_pid": {trainer}'
+    assert re.search(message, launch().ended(1))  # on another port
+    run.signal(signal.SIGKILL)
+    assert re.search(message, launch().ended(1))  # its training goes on
+    assert run.status == status and run.read("reward_server.log") == log
+    os.killpg(trainer, signal.SIGKILL)
+    lock = ["flock", "--nonblock", run.out_dir / ".launcher.lock", "true"]
+    wait_for(lambda: subprocess.run(lock).returncode == 0)  # although the service is still there
+    assert alive(status["server_pid"])
+
+
 @contextlib.contextmanager
 def service(tmp_path):
     """A service that runs already."""
@@ -175,8 +192,8 @@ def test_a_service_that_runs_is_used_only_when_asked_for_and_codes_are_those_of_
         stubborn.ended(128 + signal.SIGKILL)
 
 
-def test_a_service_that_is_not_ready_is_said_why_and_nothing_is_left(launch):
-    wrong, late = launch("--structur_weight", "1"), launch("--wait", "1")
+def test_a_service_that_is_not_ready_is_said_why_and_nothing_is_left(launch, tmp_path):
+    wrong, late = launch("--structur_weight", "1"), launch("--wait", "1", out_dir=tmp_path / "late")
     output = wrong.ended(1)
     assert "the service ended before it was ready" in output and "did you mean --structure_weight?" in output
     assert "not ready within 1 s: raise --wait" in late.ended(1)

@@ -74,6 +74,10 @@ def test_thousandths_give_the_same_poster_as_pixels():
         (f'{{"poster": {GOLD}}}', 0.8),
         (f"a {{ b }} {{ {GOLD}", 0.8),
         (f'He said "5 {GOLD}', 0.8),
+        (f"Result: {GOLD}. See note [1].", 0.8),
+        (f"# a poster\n{GOLD} // done", 0.8),
+        (f'```python\nd = {{"layers": []}}\n```\nand\n```json\n{GOLD}\n```', 0.8),
+        (f"```python\nx = {{'a': [1]}}\nprint(\"{{\")\n```\n```json\n{GOLD}\n```", 0.8),  # a brace in code
     ],
 )
 def test_format(text, fmt):
@@ -93,6 +97,17 @@ def test_format(text, fmt):
         ('["layers"]', "no_json"),
         (f'{{"layers": [{{"type": "group", "group": {GOLD}}}, {{', "no_json"),  # what is inside of a broken one
         (f'Here: {{"poster": {GOLD}, "x":', "no_json"),
+        ('{"layers":[{"type":"text","text":"a","x":1,"y":1,"width":5,"height":5}], "canvas": {', "no_json"),
+        (f"{{'poster': {GOLD}", "no_json"),  # broken wholes that are not even JSON up to there
+        (f"{{poster: {GOLD}, x: {{", "no_json"),
+        (f'{{ /* all */ "poster": {GOLD}, "x":', "no_json"),
+        (f'{{"poster": {GOLD},}}', "no_json"),
+        ('{"layers":[{"x":1,},]}', "no_json"),  # nothing is repaired
+        ("{'layers':[]}", "no_json"),
+        (GOLD.replace('"layers"', '// bottom first\n"layers"'), "no_json"),
+        (GOLD.replace('"layers"', '/* bottom first */ "layers"'), "no_json"),
+        (GOLD.replace('"layers"', "layers"), "no_json"),
+        (GOLD.replace("Night Market", "Night\nMarket"), "no_json"),
         (f"<think>{GOLD}</think>", "no_json"),  # the thoughts are no answer
         ('{"layers": []}', "no_layers"),
         ('{"layers": {"0": 1}}', "no_layers"),
@@ -114,6 +129,13 @@ def test_format(text, fmt):
 )
 def test_malformed(text, expected):
     assert reason(text) == expected
+
+
+@pytest.mark.parametrize("words", ["use ```json here", "a\n```\nb ```", "``` {", '```json\n{"layers": []}\n```'])
+@pytest.mark.parametrize("around", ["```json\n{}\n```", "{}", "<answer>{}</answer>", "```\n{}```"])
+def test_a_fence_inside_of_a_text_is_text(words, around):
+    poster = layout.parse(around.replace("{}", solution({**TEXT, "text": words})), TRUTH)
+    assert (poster.format, poster.emitted, poster.layers[0].text) == (1.0, 1, " ".join(words.split()))
 
 
 def test_brackets_inside_of_a_text_do_not_nest():
@@ -216,6 +238,15 @@ def test_the_canvas_of_the_policy_has_no_say():
     assert layout.parse(json.dumps({"canvas": 5, "layers": [PANEL]}), TRUTH).warnings == ("canvas_invalid",)
 
 
+def test_boxes_in_another_unit_are_pointed_out():
+    box = {"x": 0.1, "y": 0.1, "width": 0.8, "height": 0.5}
+    assert layout.parse(solution({**PANEL, **box}), TRUTH).warnings == ("fractions",)
+    assert layout.parse(solution({**PANEL, **box}), TRUTH, "rel1000").warnings == ("fractions",)
+    assert layout.parse(solution({**PANEL, **box}, PANEL), TRUTH).warnings == ()
+    assert layout.parse(solution({**PANEL, "x": 640, "y": 880}), TRUTH).warnings == ("off_canvas",)
+    assert layout.parse(solution({**PANEL, "x": 640, "y": 880}), TRUTH, "rel1000").warnings == ()
+
+
 def test_posters_and_errors_can_be_pickled():
     assert pickle.loads(pickle.dumps(TRUTH)) == TRUTH
     assert pickle.loads(pickle.dumps(Malformed("no_json"))).reason == "no_json"
@@ -240,7 +271,9 @@ def test_posters_and_errors_can_be_pickled():
         ({**POSTER, "layers": "none"}, "has 'none' layers"),
         ({**POSTER, "layers": [PANEL] * 65}, "has 65 layers"),
         ({**POSTER, "extra": "x" * 262_144}, "at most 262144; leave out"),
-        ({**POSTER, "layers": [{**PANEL, "x": math.nan}]}, "not_finite"),
+        ({**POSTER, "layers": [{**PANEL, "x": math.nan}]}, r"ground_truth.layers\[0\].x is NaN, infinite or too long"),
+        ('{"canvas": NaN, "x"', r"is no JSON \(not_finite\)"),
+        ('{"canvas": 1e999, "x": 1' + "0" * 5000 + "}", "ground_truth.canvas is NaN, infinite or too long"),
         ({**POSTER, "extra": {1, 2}}, "use numbers, texts, lists"),
         ({**POSTER, "layers": [{**PANEL, "x": 0.1, "y": 0.1, "width": 0.8, "height": 0.5}]}, "multiply fractions"),
         ({**POSTER, "layers": [{**PANEL, "x": 700}, PANEL, {**PANEL, "y": -900}]}, "2 of 3 boxes lie off the canvas"),

@@ -26,8 +26,9 @@ from test_teacher_server import free_port, wait_for
 sys.path.insert(0, str(ROOT / "scripts"))
 import benchmark_rewards
 
+from common import reward_client
 from common.config import parse
-from grpo.poster import assessors, items, reward, synthetic, tricks, web, worker
+from grpo.poster import assessors, items, reward, reward_server, synthetic, tricks, web, worker
 from grpo.poster.reward_server import Config
 from grpo.poster.worker import Rewards
 
@@ -50,6 +51,10 @@ def score(images, metas):
             Path(meta["extra_info"]["file"]).touch()
             while Path(meta["extra_info"]["file"]).exists():
                 time.sleep(0.01)
+        if do == "slow":
+            time.sleep(0.002)
+            values.append(meta["extra_info"]["value"])
+            continue
         if do == "raise":
             raise KeyError("secret")
         if do == "count":
@@ -218,7 +223,7 @@ def test_concurrent_clients_get_their_own_answers(server):
     ("path", "body", "status", "code"),
     [
         (ONE, b"{", 400, "bad_json"), (ONE, b"\xff\xfe\x00", 400, "bad_json"), (ONE, b"", 400, "bad_json"),
-        (ONE, b'{"solution_str": NaN}', 400, "bad_json"), (ONE, b"[" * 100_000, 400, "bad_json"),
+        (ONE, b'{"solution_str": NaN}', 422, "bad_request"), (ONE, b"[" * 100_000, 400, "bad_json"),
         (ONE, b'{"id": ' + b"1" * 5000 + b"}", 400, "bad_json"),
         (ONE, b'{"solution_str": "", "ground_truth": ' + b"[" * 990 + b"]" * 990 + b"}", (400, 422), None),
         (ONE, b"[]", 422, "bad_request"), (ONE, {"solution_str": "x"}, 422, "bad_request"),
@@ -226,6 +231,8 @@ def test_concurrent_clients_get_their_own_answers(server):
         (ONE, item(id="x" * 300), 422, "bad_request"), (ONE, item(extra_info="x"), 422, "bad_request"),
         (ONE, item(extra_info={"x": "y" * 2**16}), 422, "bad_request"),
         (ONE, item(extra_info={"images": {"image_1": 3}}), 422, "bad_request"),
+        (ONE, item(extra_info={"images": 3}), 422, "bad_request"),
+        (ONE, item(extra_info={"images": True}), 422, "bad_request"),
         (ONE, item(extra_info={"images": ["synthetic:0:1:1"] * 17}), 422, "bad_request"),
         (MANY, {"items": []}, 422, "bad_request"), (MANY, {"items": [item()] * 257}, 422, "bad_request"),
         (MANY, item(), 422, "bad_request"), (MANY, {"items": [item(), 3]}, 422, "bad_request"),
@@ -238,6 +245,38 @@ def test_what_is_not_a_request_is_refused_with_its_code(server, path, body, stat
         assert answer.status_code in status and "score" not in answer.json()
     else:
         assert_refused(answer, status, code)
+
+
+def with_extra(extra: str, truth: str = "{}") -> bytes:
+    """A request with JSON that the `json` module would not write."""
+    return f'{{"id": 7, "solution_str": "x", "ground_truth": {truth}, "extra_info": {extra}}}'.encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (with_extra('{"a": [1, {"b": NaN}]}'), 422, "extra_info.a[1].b of the item: NaN or infinite: must be"),
+        (with_extra('{"a": 1e400}'), 422, "extra_info.a of the item: NaN or infinite"),
+        (with_extra('{"a":' * 33 + "1" + "}" * 33), 422, "extra_info of the item: 33 levels: at most 32"),
+        (with_extra('{"a": 1, "b": 2, "a": 1}'), 400, "'a' stands twice in an object"),
+        (with_extra("{}", '{"layers": [{"x": NaN}]}'), 422, "ground_truth.layers[0].x is NaN, infinite or too long"),
+        (with_extra("{}", '{"layers": [{"x": 0, "y": -1e400}]}'), 422, "ground_truth.layers[0].y is NaN"),
+        (with_extra("{}", '{"layers": [1' + "0" * 400 + "]}"), 422, "ground_truth.layers[0] is NaN"),
+    ],
+    ids=range(7),
+)
+def test_a_number_that_is_none_is_refused_by_the_name_of_its_field(server, body, status, message):
+    answer = server.post(ONE, body)
+    assert answer.status_code == status and message in answer.json()["error"], answer.text
+
+
+def test_a_number_that_is_none_costs_no_other_item(server):
+    good = json.dumps(item())
+    bad, fine = server.post(MANY, f'{{"items": [{with_extra("{}", "[NaN]").decode()}, {good}]}}'.encode()).json()[
+        "results"
+    ]
+    assert bad["error"]["code"] == "bad_ground_truth" and "ground_truth[0] is NaN" in bad["error"]["message"]
+    assert fine["score"] > 0.98
 
 
 def test_half_of_a_surrogate_pair_is_echoed(server):
@@ -286,6 +325,10 @@ def test_only_known_names_of_this_machine_are_answered(server, monkeypatch):
     monkeypatch.setenv("RL_HAND_REWARD_TOKEN", "secret")
     assert Config(host="0.0.0.0").hosts is None
     assert "node7" in Config(host="0.0.0.0", allowed_hosts="node7, node8").hosts
+    monkeypatch.setenv("RL_HAND_REWARD_TOKEN", " \n")  # is none
+    assert Config().host == "127.0.0.1" and not Config().secret
+    with pytest.raises(ValueError, match="without a token"):
+        Config(host="0.0.0.0")
 
 
 @pytest.mark.parametrize(
@@ -448,6 +491,26 @@ def test_a_service_that_scores_good_posters_low_does_not_start(monkeypatch):
 # ---- much to do, and trouble ----
 
 
+def test_a_burst_of_requests_loses_and_swaps_nothing(scorer, own, monkeypatch):
+    """100 requests at once, of which the queue holds 64: the others come again."""
+    monkeypatch.setattr(reward_client, "BATCH_ITEMS", 1)
+    monkeypatch.setattr(reward_server, "MAX_ITEMS", 64)
+    truth = {"canvas": {"width": 64, "height": 64}, "layers": [
+        {"type": "shape", "x": 8, "y": 8, "width": 40, "height": 40, "fill": "#000000"}]}  # fmt: skip
+    server = own(scorer=scorer, max_batch=8, max_queue=64)
+    client, count = reward_client.RewardService(server.url, workers=100), 100
+    columns = {"extra_info": [{"do": "slow", "value": i / count} for i in range(count)]}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.scores, [json.dumps(truth)] * count, [json.dumps(truth)] * count, columns, 4)
+        wait_for(lambda: server.metric("items_total") > 8)
+        assert requests.get(f"{server.url}/health", timeout=2).json() == {"status": "ok"} and not asked.done()
+        named = asked.result()
+    assert named["visual"][0] == pytest.approx([i / count for i in range(count)])
+    assert not any(map(math.isnan, named["service"][0])) and named["service"][0] == sorted(named["service"][0])
+    assert server.metric("items_total") == 1 + count  # with that of the self-test: none was scored twice
+    assert server.metric(f'requests_total{{endpoint="{MANY}",status="429"}}') > 0
+
+
 def test_a_full_queue_a_deadline_and_health_before_and_while_it_works(own):
     server = own(work=False, max_queue=256)
     assert (requests.get(f"{server.url}/health").status_code, server.rewards.state) == (503, "loading")
@@ -561,6 +624,11 @@ def test_a_bug_is_an_error_and_not_a_score(server, monkeypatch):
         patch.setattr(reward, "result", lambda *_: 1 / 0)
         assert_refused(server.post(ONE, item()), 500, "internal")
         assert server.scored([item()])[0]["error"]["code"] == "internal"
+    with monkeypatch.context() as patch:  # a part that is not finite cannot be sent
+        result = reward.result
+        patch.setattr(reward, "result", lambda x, *args: {**result(x, *args), "cer": math.nan if x.parse_ok else 0.0})
+        bad, good = server.scored([item(), item("x")])
+        assert bad["error"]["code"] == "internal" and good["score"] == 0
     monkeypatch.setattr(server.rewards, "submit", lambda *_: 1 / 0)
     assert_refused(server.post(ONE, item()), 500, "internal")
 

@@ -1,11 +1,16 @@
 """The reward server killed in the middle of a request, and while it starts again: nothing of the training changes."""
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 
 import pytest
 from conftest import ROOT
+from test_poster_launcher import alive
+from test_teacher_server import wait_for
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import soak_rewards
@@ -40,6 +45,20 @@ def test_the_comparison_sees_any_difference(tmp_path):
     assert str(weights) in found
     (tmp_path / "straight" / "checkpoint-000003" / "model.safetensors").unlink()
     assert len(soak_rewards.differences(tmp_path)) == 1
+
+
+def test_what_a_soak_has_started_ends_with_it():
+    code = (
+        "import sys, time; sys.path[:0] = ['.', 'scripts']; import subprocess, soak_rewards\n"
+        "child = subprocess.Popen(['sleep', '60'], preexec_fn=soak_rewards._end_with_parent)\n"
+        "print(child.pid, flush=True); time.sleep(60)"
+    )
+    soak = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    child = int(soak.stdout.readline())
+    assert alive(child)
+    os.kill(soak.pid, signal.SIGKILL)
+    soak.wait()
+    wait_for(lambda: not alive(child))
 
 
 @pytest.mark.slow

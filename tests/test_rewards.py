@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 import common.answers as answers_module
-from common import rewards
+from common import background, rewards
 from common.answers import to_fraction
 from common.rewards import answers_match, extract_answer, last_boxed, last_number, score
 
@@ -152,6 +153,7 @@ def test_to_fraction_is_exact_and_refuses_everything_else(text, value):
         ("<answer>42", None),
         ("4 <answer></answer>", None),
         ("</answer> 3 <answer>", None),
+        ("<answer><answer>42</answer></answer>", "42"),
         (r"#### 7, that is \boxed{8}", "8"),
         (r"4 in \boxed{}", None),
         (r"\boxed{4", None),
@@ -175,38 +177,6 @@ def test_to_fraction_is_exact_and_refuses_everything_else(text, value):
 )
 def test_extract_answer_follows_the_stated_order(text, answer):
     assert extract_answer(text) == answer
-
-
-def test_reading_is_fast_on_hostile_text_and_never_raises():
-    pieces = [
-        r"\boxed{",
-        "{",
-        "}",
-        "(",
-        "[",
-        "1,",
-        "1/",
-        " ",
-        "a",
-        "1",
-        "####",
-        "<answer>",
-        r"\frac{1}",
-        "-",
-        "\\",
-        "9,999",
-    ]
-    start = time.process_time()
-    for piece in pieces:
-        extract_answer(piece * 10_000)
-        last_number(piece * 10_000)
-    rng = random.Random(0)
-    for _ in range(300):
-        text = "".join(rng.choices([*pieces, "</answer>", r"\boxed 4", "%", ".", "=", ")", "\n"], k=20))
-        found = extract_answer(text)
-        assert found is None or found.strip() == found != ""
-        assert last_boxed(text) is None or last_boxed(text) in text
-    assert time.process_time() - start < 5  # seconds; a quadratic pattern takes minutes
 
 
 # Comparing two answers
@@ -236,7 +206,29 @@ def test_reading_is_fast_on_hostile_text_and_never_raises():
         ("42!", "42", 1),
         ("**42**", "42", 1),
         ("42。", "42", 1),
+        ("42\uff01", "42", 1),  # full-width forms
+        ("\uff0842\uff09", "42", 1),
+        ("\uff14\uff12", "42", 1),
+        ("\uff0d42", "-42", 1),
+        ("42\u2026", "42", 1),
+        ('"42"', "42", 1),
+        ("'42'", "42", 1),
+        ("\u201c42\u201d", "42", 1),
+        ("_42_", "42", 1),
+        ("(so we have\n#### 42)", "42", 1),
+        ("\ufeff42\u200b", "42", 1),  # nobody sees what stands around it
+        ("\u2066\u0664\u0662\u2069", "42", 1),  # Arabic digits
+        ("1\u066c234\u066b5", "1234.5", 1),
+        ("1\u202f234", "1234", 1),
+        (r"\boxed{1~234\ 567}", "1234567", 1),
+        ("12345\xa0678", "12345678", 0),
+        ("1 234", "1234", 0),
+        ("1\u3001234", "1234", 0),  # two things in Chinese
+        ("1\u3001234", "1, 234", 1),
         ("60%", "60%", 1),
+        ("60\uff05", "60%", 1),
+        ("60 percent", "60%", 0),  # only the sign divides by a hundred
+        ("60 percent", "60", 1),
         (r"60\%", "60%", 1),
         (r"\boxed{60\%}", "60%", 1),
         ("0.6", "60%", 1),
@@ -248,12 +240,22 @@ def test_reading_is_fast_on_hostile_text_and_never_raises():
         (r"\dfrac{1}{2}", "1/2", 1),
         ("0.5", "1/2", 1),
         ("#### 1/2", "1/2", 1),
+        ("\xbd", "1/2", 1),
+        ("-1\xbd", "-3/2", 1),
+        ("1\u20442", "1/2", 1),
+        ("it is \xbd.", "1/2", 1),
+        ("\xbd", "2", 0),
         ("1", "1/2", 0),
         ("2", "1/2", 0),
         ("0.333333", "1/3", 0),
         (r"<think>..</think><answer>\boxed{42}</answer>", "42", 1),
         ("The answer is 10", "1", 0),
         ("not 4, it is 5", "4", 0),
+        ("-4", "4", 0),
+        ("4.5", "4", 0),
+        ("4%", "4", 0),
+        ("A or B", "A", 0),
+        ("ABCD", "A", 0),
         ("[1,2]", "(1,2)", 0),
         ("(1,2)", "(1,2)", 1),
         ("(1, 2]", "(1,2)", 0),
@@ -270,6 +272,13 @@ def test_reading_is_fast_on_hostile_text_and_never_raises():
         ("2 and 3", "2, 3", 1),
         ("2, 3", "2 and 3", 1),
         (r"\boxed{\{3,2\}}", r"\{2,3\}", 1),
+        ("{3, 2}", r"\{2,3\}", 1),
+        ("{3, 2}", "(3, 2)", 0),
+        ("{3}", "3", 0),
+        ("(x, y) = (1, 2)", "(1, 2)", 1),
+        ("(x, y) = (2, 1)", "(1, 2)", 0),
+        ("(1, 2)", "(x, y) = (1, 2)", 1),
+        ("S = [1, 2]", "(1, 2)", 0),
         ("((1,2),3)", "((1,2),3)", 1),
         ("((1,2),3)", "((2,1),3)", 0),
         ("\N{MINUS SIGN}3", "-3", 1),
@@ -353,6 +362,62 @@ def test_grader_that_dies_leaves_the_row_unscored_and_comes_back(monkeypatch):
         )
         assert math.isnan(answers_match(r"\boxed{8+x}", "x+8"))
     assert answers_match(r"\boxed{8+x}", "x+8") == 1
+
+
+def stub_grader(tmp_path, monkeypatch, parse):
+    """A grader whose Math-Verify has a `parse` of our own."""
+    (tmp_path / "math_verify.py").write_text(
+        "import os, sys, time\n"
+        "LatexExtractionConfig = str\n"
+        "def verify(gold, found, **options):\n    return gold == found\n"
+        f"def parse(text, *args, **options):\n    {parse}\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(answers_module, "_grader", answers_module._Grader())
+    return answers_module._grader
+
+
+def test_what_a_parser_prints_is_no_reply(tmp_path, monkeypatch):
+    parse = "print('true\\n' * 200_000); sys.stderr.write('true\\n' * 200_000); return [text]"  # more than a pipe holds
+    grader = stub_grader(tmp_path, monkeypatch, parse)
+    assert [grader.ask("a", found, 5.0) for found in ("a", "b", "a", "b")] == [True, False, True, False]
+    grader.child.kill()
+
+
+@pytest.mark.parametrize("bomb", ["bytes(5 << 30)", "(lambda f: f(f))(lambda f: [f(f)])"])
+def test_memory_and_depth_are_limits_like_the_time(tmp_path, monkeypatch, bomb):
+    grader = stub_grader(tmp_path, monkeypatch, f"return [{bomb} if 'bomb' in text else text]")
+    assert [grader.ask("a", found, 5.0) for found in ("a", "bomb", "b", "a")] == [True, False, False, True]
+    assert not grader.ask("bomb", None, 5.0)
+    grader.child.kill()
+
+
+def test_threads_get_the_answers_to_their_own_questions(tmp_path, monkeypatch):
+    grader = stub_grader(tmp_path, monkeypatch, "time.sleep(0.002); os._exit(3) if 'die' in text else 0; return [text]")
+
+    def ask(i):
+        try:
+            return grader.ask("a", ("a", "b", "die")[i % 3], 5.0)
+        except ChildProcessError:
+            return None
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(36))) == [True, False, None] * 12
+    grader.child.kill()
+
+
+def test_a_grader_that_cannot_start_stops_the_run(tmp_path, monkeypatch):
+    grader = stub_grader(tmp_path, monkeypatch, "return [text]\nraise ImportError('broken')")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="ended at its start, status 1: try `import math_verify`"):
+            grader.ask("a", "a", 5.0)
+    with pytest.raises(RuntimeError, match="reward math_match raised RuntimeError on rows 0 to 0"):
+        score([(rewards.math_match, 1.0)], [r"\boxed{y}"], ["y - 1 + 1 + 0"], {})
+
+
+@pytest.mark.parametrize("hostile", [r"\boxed{\input{/etc/passwd}}", r"\boxed{(10^8)!}"])
+def test_hostile_latex_earns_nothing(hostile):
+    assert answers_match(hostile, "x + 1", limit=0.5) == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -668,6 +733,8 @@ def test_rows_without_a_score_from_any_function_are_all_unscored():
         ({i: 1.0 for i in range(8)}, "one dict"),
         ((1.0 for _ in range(8)), "one generator"),
         (torch.ones(1, 8), "1 values"),
+        ({1.0}, "one set"),
+        (iter([1.0] * 8), "one list_iterator"),
     ],
 )
 def test_wrong_number_of_values_is_refused(values, got):
@@ -676,7 +743,25 @@ def test_wrong_number_of_values_is_refused(values, got):
 
 
 @pytest.mark.parametrize(
-    "bad", [None, math.inf, -math.inf, "1.0", [1.0], 1j, 10**400, 1e39, torch.ones(1), np.inf, torch.tensor(-math.inf)]
+    "bad",
+    [
+        None,
+        math.inf,
+        -math.inf,
+        "1.0",
+        [1.0],
+        1j,
+        10**400,
+        1e39,
+        torch.ones(1),
+        np.inf,
+        torch.tensor(-math.inf),
+        np.complex64(1),
+        np.float16("inf"),
+        np.str_("1.0"),
+        Decimal("1.0"),
+        {},
+    ],
 )
 def test_value_that_is_no_finite_number_is_refused(bad):
     with pytest.raises(ValueError, match=r"(?s)reward constant is .* in row 2, 'completion 2': must be a finite"):
@@ -686,8 +771,18 @@ def test_value_that_is_no_finite_number_is_refused(bad):
 
 
 def test_two_dimensional_scores_are_refused():
-    with pytest.raises(ValueError, match=r"reward constant is \[1.0\] in row 0"):
-        run_score(torch.ones(4, 1))
+    for values in (torch.ones(4, 1), np.ones((4, 1))):
+        with pytest.raises(ValueError, match=r"reward constant is \[1.0\] in row 0"):
+            run_score(values)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_an_asynchronous_reward_function_is_refused():
+    async def later(completions, answers, **columns):
+        return [1.0] * len(completions)
+
+    with pytest.raises(ValueError, match="reward later returned one coroutine, expected 1: return a list"):
+        score([(later, 1.0)], ["a"], ["1"], {})
 
 
 def test_exception_names_the_function_and_keeps_its_cause():
@@ -704,6 +799,53 @@ def test_exception_names_the_function_and_keeps_its_cause():
     with pytest.raises(RuntimeError, match="fails_the_second_time raised KeyError on rows 0 to 1") as caught:
         score(functions, ["a", "b"], ["1", "1"], {})
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_reward_function_that_exits_is_an_error_and_ctrl_c_is_not():
+    def raises(error, name):
+        def function(completions, answers, **columns):
+            raise error
+
+        function.__name__ = name
+        return [(function, 1.0)]
+
+    arguments = ["a", "b"], ["1", "1"], {}
+    work = background.start(score, raises(SystemExit(0), "exits"), *arguments)  # as the loops call it
+    with pytest.raises(RuntimeError, match="reward exits raised SystemExit on rows 0 to 1: 0"):
+        work.result()
+    with pytest.raises(KeyboardInterrupt):
+        score(raises(KeyboardInterrupt(), "stopped"), *arguments)
+
+
+def test_a_reward_function_may_change_its_arguments():
+    def greedy(completions, answers, level, accepted, **columns):
+        assert (completions, answers, level) == (["a", "b"], ["1", "2"], [3, 4])
+        accepted[0].append("b")  # the list of one row, which all rows of its group share
+        assert accepted[1] == ["a"]
+        completions[0], answers[1] = "changed", "changed"
+        level.clear()
+        columns["info"][0]["x"] = 2
+        return [1.0, 0.0]
+
+    def again(*args, **columns):
+        return greedy(*args, **columns)
+
+    shared = ["a"]
+    completions, answers = ["a", "b"], ["1", "2"]
+    columns = {"level": [3, 4], "accepted": [shared, shared], "info": [{"x": 1}, None]}
+    score([(greedy, 1.0), (again, 1.0)], completions, answers, columns)
+    assert (completions, answers, shared) == (["a", "b"], ["1", "2"], ["a"])
+    assert columns == {"level": [3, 4], "accepted": [["a"], ["a"]], "info": [{"x": 1}, None]}
+
+
+def test_sums_beyond_fp32_are_refused():
+    big = (constant([0.0, 3e38], "big"), 1.0)
+    for functions in ([(big[0], 2.0)], [big, (constant([0.0, 2e38], "more"), 1.0)]):
+        with pytest.raises(ValueError, match=r"reward (big|more) times weight .* exceeds fp32 in the sum of row 1"):
+            score(functions, ["a", "b"], ["1", "1"], {})
+    # not even where the next function would bring back a number
+    with pytest.raises(ValueError, match="sum of row 1"):
+        score([(big[0], 2.0), (constant([0.0, -3e38], "less"), 2.0)], ["a", "b"], ["1", "1"], {})
 
 
 def test_names_weights_and_columns_are_checked():
@@ -773,6 +915,24 @@ def test_reward_model_without_template_joins_the_texts(tmp_path):
     torch.testing.assert_close(as_text, as_messages)
     hidden = model.model.model(torch.tensor([[8, 9, 10]])).last_hidden_state[0, -1]
     torch.testing.assert_close(model.model.score(hidden), as_text, atol=1e-5, rtol=0)
+
+
+def test_reward_model_reads_one_template_and_one_start_token(tmp_path):
+    from tokenizers.processors import TemplateProcessing
+
+    template = "<s> {% for m in messages %}{{ m.role }} : {{ m.content }} <unk> {% endfor %}"
+    special = dict(bos_token="<s>", unk_token="<unk>")
+    chat = rewards.RewardModel(save_reward_model(tmp_path / "chat", template=template, **special))
+    prompts = ["a", "<s> user : a <unk> assistant : ", " user : a <unk> assistant : "]
+    assert [chat._text(prompt, "b") for prompt in prompts] == ["<s> user : a <unk> assistant : b <unk> "] * 3
+    folder = save_reward_model(tmp_path / "text", **special)
+    text = rewards.RewardModel(folder)
+    text.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    text.tokenizer.save_pretrained(folder)
+    text = rewards.RewardModel(folder)
+    scores = text.scores(["a ", "<s> a "], ["b", "b"])
+    hidden = text.model.model(torch.tensor([[1, 8, 9]])).last_hidden_state[0, -1]
+    torch.testing.assert_close(scores, text.model.score(hidden).expand(2), atol=1e-5, rtol=0)
 
 
 def test_reward_model_refuses_what_it_cannot_score(tmp_path):

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -1121,6 +1122,24 @@ def test_sequences_longer_than_the_windows_are_said_once(capsys):
     for _ in range(2):
         sampler.generate([[5] * 13], group_size=1, temperature=0)
     assert capsys.readouterr().err.count("25 tokens are longer than its sliding windows of 24") == 1
+
+
+@EACH_WAY
+def test_sequences_longer_than_the_positions_of_the_policy_are_refused_or_warned_of(policies, capsys, family, engine):
+    model = policies[family]
+    places, sampler = model.config.max_position_embeddings, make_sampler(model, engine)
+    prompts = [[5] * (places - 12), [6, 7]]
+    assert sampler.generate(prompts, group_size=1, temperature=0).lengths.tolist() == [12, 12]
+    assert "positions" not in capsys.readouterr().out
+    prompts[0].append(5)
+    said = rf"sequences of up to {places + 1} tokens \(prompt and max_new_tokens\)"
+    if family == "gpt2":  # learned ones
+        with pytest.raises(ValueError, match=f"{said}: the policy has {places} positions; lower max_prompt_tokens"):
+            sampler.generate(prompts, group_size=1, temperature=0)
+    else:
+        for _ in range(2):
+            sampler.generate(prompts, group_size=1, temperature=0)
+        assert len(re.findall(f"warning: {said}, but the policy was made for {places}", capsys.readouterr().out)) == 1
 
 
 # ---- replacing rows ----

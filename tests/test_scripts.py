@@ -17,6 +17,7 @@ from common import checkpoint
 
 ALONE_AND_TOGETHER = pytest.mark.parametrize("script, ranks", [("gspo", 1), ("gspo_ddp", 2)])
 ALL = pytest.mark.parametrize("script, ranks", [("gspo", 1), ("gspo_multigpu", 1), ("gspo_ddp", 2)])
+GRADED = "    return [float(len(c) % 5) for c in completions]\n"  # all completions can be scored
 NEVER_ENDS = {"end_ids=models.end_token_ids(tokenizer, model)": "end_ids=[999]"}  # so every completion is cut off
 
 
@@ -110,7 +111,7 @@ def test_a_script_runs_from_any_folder_as_it_is(launcher, tmp_path, monkeypatch)
     run = launcher.run(start, "new/folder", steps=1).succeeded()
     assert "policy saved in new/folder/checkpoint-000001" in run.output
     assert {path.name for path in run.out_dir.iterdir()} == {
-        "checkpoint-000001", "config.json", "metrics.jsonl", "samples.jsonl", "tensorboard",
+        ".lock", "checkpoint-000001", "config.json", "metrics.jsonl", "samples.jsonl", "tensorboard",
     }  # fmt: skip
     state = json.loads((run.out_dir / "checkpoint-000001" / "state.json").read_text())
     assert state["config"]["group_size"] == 4 and state["config"]["out_dir"] == "new/folder"
@@ -362,6 +363,13 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused(launcher, tmp_path):
     run = launcher.run(launcher.copy("gspo_ddp"), tmp_path / "run", 2, batch_size=5, timeout=60)
     failed(run, "batch_size = 5", "must be a multiple of the 2 ranks")
     assert not run.lines
+
+
+def test_groups_and_batches_that_do_not_divide_evenly_are_trained_on(launcher, tmp_path):
+    # each of two ranks has three groups of three: nine completions in four minibatches
+    sizes = dict(batch_size=6, group_size=3, num_minibatches=4, steps=2, eval_data="")
+    run = launcher.run(launcher.copy("gspo_ddp", GRADED), tmp_path, 2, timeout=60, **sizes).succeeded()
+    assert all(line["skipped_updates"] == 0.0 and line["grad_norm"] > 0 for line in run.steps) and len(run.steps) == 2
 
 
 def test_more_minibatches_than_a_rank_has_rows_are_refused(launcher, tmp_path):

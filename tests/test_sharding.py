@@ -126,6 +126,7 @@ def test_a_sharded_run_is_the_run_of_one_process(launcher, one, script, options)
     assert_close(drop(run, measured), drop(expected, measured), metrics=2e-4, weights=2e-6)
     folder = run.out_dir / run.checkpoints[-1]
     model = AutoModelForCausalLM.from_pretrained(folder)  # an ordinary folder
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     with (
         safe_open(folder / "optimizer.safetensors", "pt") as ours,
         safe_open(expected.out_dir / expected.checkpoints[-1] / "optimizer.safetensors", "pt") as theirs,

@@ -1,11 +1,14 @@
 """Tests of common/similarity.py: clusters, the automatic threshold, and clusters in rewards and advantages."""
 
+import importlib.util
 import itertools
 import json
 import math
+import sys
 
 import pytest
 import torch
+from conftest import SCRIPTS
 
 from common import similarity
 from common.advantages import group_advantages
@@ -325,8 +328,14 @@ def test_thresholds_that_cannot_be_are_refused():
     for tau in ("high", "nan", NAN, INF):
         with pytest.raises(ValueError, match=r"similarity_threshold.*'auto'"):
             Threshold(tau)
-    with pytest.raises(ValueError, match="groups of 1"):
-        Threshold("auto")(torch.ones(4, 1, 1))
+
+
+def test_an_automatic_threshold_without_pairs_stays_what_it_was():
+    threshold = Threshold("auto")
+    for nothing in (torch.ones(4, 1, 1), torch.ones(0, 4, 4), torch.ones(0, 1, 1)):
+        assert threshold(nothing) == 1.0 and threshold.quantiles == []
+    assert threshold(batch_of(0.9, 0.1, 0.2)) == threshold(torch.ones(4, 1, 1)) == pytest.approx(0.48)
+    assert len(threshold.quantiles) == 1
 
 
 def test_warnings_are_said_once(capsys):
@@ -476,6 +485,44 @@ def test_within_does_not_mix_prompts():
     rewards, labels = torch.tensor([[1.0, 0, 2, 0], [5, 9, 7, 7]]), torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]])
     found = within(rewards, labels, 1.0, "zero")
     assert torch.equal(found[1:], within(rewards[1:], labels[1:], 1.0, "zero"))
+
+
+# --- the whole way, as the script goes it ---
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("similarity_grpo_script", SCRIPTS["similarity_grpo"])
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # where a dataclass looks for its module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.mark.parametrize("method", ["discount", "advantage", "dra", "within"])
+def test_groups_with_nothing_to_compare_have_advantage_zero(method, script, ngrams):
+    for tau, (texts, values) in itertools.product(("auto", "1", "0", "-1"), [
+        (["a"], [1.0]), (["a"] * 4, [1.0] * 4), (["a"] * 4, [NAN] * 4), (["", " ", "\n", "\t"], [1.0] * 4),
+        (["1", "2", "3", "4"], [NAN, 1.0, NAN, NAN]), (["1", "2", "3", "4"], [0.0] * 4),
+    ]):  # fmt: skip
+        cfg = script.Config(similarity_method=method, similarity_threshold=tau)
+        arguments = row(*values), ngrams(texts, len(texts)), Threshold(tau), cfg
+        found, stats = script.similarity_advantages(*arguments)
+        assert torch.equal(found, torch.zeros(1, len(texts))), (tau, texts, values)
+        assert not math.isnan(stats["clusters"])
+
+
+def test_empty_responses_are_groups_of_their_own_and_never_nan(script):
+    texts = ["", " \n", "a", "a", "\U0001f389", "\U0001f389", "\u200b", "b"]
+    vectors = Embedder("ngrams", ["cpu"])(texts, 8)
+    cfg = script.Config(similarity_threshold="0.9")
+    found, stats = script.similarity_advantages(torch.ones(1, 8), vectors, Threshold(0.9), cfg)
+    pair = 2**-0.5  # the two "a" and the two of the emoji; all others are alone
+    shaped = row(1.0, 1.0, pair, pair, pair, pair, 1.0, 1.0)
+    torch.testing.assert_close(found, group_advantages(shaped, "batch"))
+    assert stats["clusters"] == 6 and stats["singletons"] == 0.5
+    orthogonal = script.similarity_advantages(torch.ones(1, 4), torch.eye(4)[None], Threshold(0.9), cfg)
+    assert not orthogonal[0].any() and orthogonal[1]["clusters"] == 4
 
 
 def test_within_refuses_other_values():

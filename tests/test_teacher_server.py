@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import http.server
 import math
 import os
@@ -234,7 +235,7 @@ def test_what_the_server_says_of_itself(server, tokenizer):
     client = server.client()
     assert client.vocabulary() == tokenizer.get_vocab()
     assert client.tokenizer_hash == teacher_client.vocabulary_hash(tokenizer.get_vocab())
-    assert client.template_hash == teachers.template_hash(tokenizer)
+    assert client.habits.items() >= teachers.habits(tokenizer).items()
     assert (client.vocabulary_size, client.max_top_k, client.shared, client.head) == (V, V, V, None)
     client.fill(micro_batches(1))
     text = requests.get(f"{server.url}/metrics").text
@@ -320,7 +321,8 @@ def test_a_port_for_other_machines_needs_a_token(monkeypatch):
         with pytest.raises(ValueError, match="without a token"):
             Config(host=host)
         Config(host=host, token="secret")
-    monkeypatch.setenv("RL_HAND_TEACHER_TOKEN", "secret")
+    assert Config().host == "127.0.0.1"
+    monkeypatch.setenv("RL_HAND_TEACHER_TOKEN", "secret\n")
     assert Config(host="0.0.0.0").secret == "secret"
 
 
@@ -442,6 +444,10 @@ def changed(name, change):
         (changed("ids", lambda x: x + 1), "ids from 1 to 64, must be from 0 to 63"),
         (changed("tail", lambda x: x * torch.nan), "tail are not finite"),
         (changed("logps", lambda x: x - 0.1), "add up to 1 only within 0.095"),
+        (changed("tail", lambda x: x * 0 + 0.5), "add up to 1 only within 1.6"),
+        (changed("ids", lambda x: x[:, [0, *range(63)]]), "an id stands twice among the top 64 of a token"),
+        (changed("token_logps", lambda x: x + 5), r"of token \d+ does not agree with the top 64 .* must be -"),
+        (lambda tensors: {k: v.flip(0) for k, v in tensors.items()}, "does not agree with the top 64"),  # rows moved
     ],
 )  # fmt: skip
 def test_an_answer_that_is_not_what_was_asked_for_is_an_error(server, monkeypatch, tamper, message):
@@ -453,6 +459,7 @@ def test_an_answer_that_is_not_what_was_asked_for_is_an_error(server, monkeypatc
 
 @pytest.mark.parametrize(
     "tamper", [changed("tokens", lambda x: x[1:]), changed("tokens", lambda x: x + V),
+               changed("tokens", torch.Tensor.float), changed("completion_lengths", lambda x: x[None]),
                changed("completion_lengths", lambda x: x[1:]), lambda tensors: {}],
 )  # fmt: skip
 def test_nor_are_completions_that_are_not_what_was_asked_for(server, monkeypatch, tamper):
@@ -703,6 +710,10 @@ def test_start_teacher_returns_when_it_is_ready_and_stops_it_again(folder, port,
     finally:
         stopped = run("--stop")
     assert stopped.returncode == 0 and "SIGTERM: answering" in log.read_text()
+    with open(ROOT / "runs" / f"teacher-{port}.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the server that ran did not hold it
+        second = run()
+    assert second.returncode == 1 and f"another start of a teacher on port {port} is under way" in second.stderr
     assert not (ROOT / "runs" / f"teacher-{port}.pid").exists()
     # ends early, before the seconds of importing; what the server says of a wrong model is tested above
     (tmp_path / "uvicorn.py").write_text("raise ImportError('no server today')\n")

@@ -1,4 +1,4 @@
-"""Tests of common/wire.py, common/peers.py and common/storage.py: what ranks tell one another, and whose a folder is."""
+"""Tests of common/wire.py, peers.py and storage.py: what ranks tell one another, and whose a folder is."""
 
 import errno
 import fcntl
@@ -17,7 +17,8 @@ from common import peers, storage, wire
 
 VALUES = [
     None, True, False, 0, -(2**70), 0.1 + 0.2, math.inf, "", "naïve\u2028\U0001f600\x00", [], (), {}, Path("/a b/c"),
-    [None, (1, [2, ()]), {"a": {"b": (True,)}}], {("sums", None): 1.5, 3: "three", None: 0}, {"tensor": "0"}, {"tuple": []},
+    [None, (1, [2, ()]), {"a": {"b": (True,)}}], {("sums", None): 1.5, 3: "three", None: 0}, {"tensor": "0"},
+    {"tuple": []},
 ]  # fmt: skip
 
 
@@ -68,11 +69,12 @@ def test_a_process_that_ended_is_not_alive_though_its_parent_has_not_asked():
 def test_those_that_are_gone_or_late_are_named(monkeypatch):
     monkeypatch.setattr(peers, "EXIT_SECONDS", 0.0)
     store = dist.HashStore()
-    three = [peers.Peers(rank, 3, store) for rank in range(3)]
+    three = [peers.Peers(rank, 3, store, 0.5) for rank in range(3)]
     for rank in (0, 1, 2, 0, 2):
         three[rank].arrive()
     host = store.get("process1").decode().split(" ")[1]
-    assert three[0].missing() == f"rank 1 (process {os.getpid()} on {host}) did not come"
+    said = f"rank 1 (process {os.getpid()} on {host}) did not come within 0.5 minutes; if it is only slow, raise"
+    assert three[0].missing() == said + " TIMEOUT_MINUTES"
     store.set("process2", f"{2**22 + 1} {host}")  # above the largest process number
     assert three[0].missing() == f"rank 2 (process {2**22 + 1}) is gone"
     store.set("process2", f"{2**22 + 1} elsewhere")  # what another machine runs cannot be seen

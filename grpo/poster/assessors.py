@@ -27,7 +27,7 @@ from typing import Any
 
 from PIL import Image
 
-from grpo.poster import layout, reward, synthetic
+from grpo.poster import layout, pictures, reward, synthetic
 from grpo.poster.fonts import Fonts
 from grpo.poster.items import Item, Refused
 
@@ -234,7 +234,7 @@ def image(reference: str, asset_root: str) -> Image.Image:
         with Image.open(io.BytesIO(content), formats=("PNG", "JPEG")) as opened:
             if opened.width * opened.height > MAX_IMAGE_PIXELS:  # known before anything is decoded
                 raise ValueError(f"{opened.size} pixels: must be at most {MAX_IMAGE_PIXELS}; make it smaller")
-            return opened.convert("RGB")
+            return pictures.rgb(opened)
     except binascii.Error as error:
         raise Refused("bad_image", f"an image is neither base64 nor a path of a .png or .jpg ({error})") from error
     except (ValueError, OSError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:

@@ -1,6 +1,7 @@
 """What may be asked of the reward service, how it is read, and the errors that stand in place of a score.
 
 Asked:   {"id", "solution_str", "ground_truth", "extra_info"}: /compute_reward; {"items": [...]}: /compute_reward_batch.
+         No name may stand twice in an object, and no number may be NaN or infinite.
          `ground_truth` is an object or its JSON text. `extra_info` may hold "images": input images by id, or a list of
          them ("image_1" first); each is base64 of a PNG or JPEG, the path of one below the asset root, or a reference
          of grpo/poster/synthetic.py. Scorers get the rest of `extra_info`.
@@ -9,13 +10,17 @@ The policy's fault, a malformed poster, is no error: it has a score, 0.
 
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
+
+from grpo.poster import layout
 
 MAX_BODY = 2**23  # bytes of a request
 MAX_ITEMS = 256  # of a request
 MAX_IMAGES = 16  # of an item
 MAX_EXTRA = 2**16  # characters of extra_info as JSON, images apart
+MAX_DEPTH = 32  # of lists and objects in extra_info: whoever reads it again must not run out of stack
 MAX_ID = 256  # characters
 
 CODES = {  # status, and whether the same request may have a score later
@@ -88,7 +93,7 @@ def read(body: bytes, many: bool) -> list[Item]:
         Refused: it is no JSON, or not of the form above.
     """
     try:
-        return _items(json.loads(body, parse_constant=_no_constant), many)
+        return _items(json.loads(body, object_pairs_hook=_object), many)
     except (ValueError, RecursionError) as error:  # ValueError: also bytes that are no text, and too long a number
         raise Refused("bad_json", f"the body cannot be read as JSON: {error}; send an object") from error
 
@@ -115,9 +120,14 @@ def _item(value: Any, name: str) -> Item:
     if isinstance(images, list):
         images = {f"image_{i}": image for i, image in enumerate(images, 1)}
     good = isinstance(images, dict) and len(images) <= MAX_IMAGES and all(isinstance(x, str) for x in images.values())
-    _require(good, f"images of {name}", f"{len(images)} of them", f"must be at most {MAX_IMAGES} texts by image id")
-    rest = json.dumps({key: x for key, x in extra.items() if key != "images"})
+    count = f"{len(images)} of them" if isinstance(images, dict) else images
+    _require(good, f"images of {name}", count, f"must be at most {MAX_IMAGES} texts by image id")
+    given = {key: x for key, x in extra.items() if key != "images"}
+    rest = json.dumps(given)
     _require(len(rest) <= MAX_EXTRA, f"extra_info of {name}", f"{len(rest)} characters", f"at most {MAX_EXTRA}")
+    depth, where = _depth(given), layout.not_finite(given, "extra_info")
+    _require(depth <= MAX_DEPTH, f"extra_info of {name}", f"{depth} levels", f"at most {MAX_DEPTH}")
+    _require(not where, f"{where} of {name}", "NaN or infinite", "must be a JSON number")
     return Item(number, solution, truth if isinstance(truth, str) else json.dumps(truth), rest, images)
 
 
@@ -147,5 +157,14 @@ def _require(holds: bool, name: str, got: Any, rule: str) -> None:
         raise Refused("bad_request", f"{name}: {shown}: {rule}; see grpo/poster/items.py for the format")
 
 
-def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is not a JSON number")
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):  # readers disagree on which one counts
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name!r:.80} stands twice in an object")
+    return value
+
+
+def _depth(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inner is None else 1 + max(map(_depth, inner), default=0)

@@ -16,6 +16,7 @@ half a JSON never learns to stop, and everything is linear in the length of the 
 writes 60,000 brackets sooner or later.
 """
 
+import contextlib
 import functools
 import json
 import math
@@ -158,6 +159,12 @@ def _ground_truth(text: str) -> Poster:
             raise Malformed("too_deep")
         value = _DECODER.decode(text)
     except (Malformed, ValueError) as error:
+        where = ""
+        if str(error) == "not_finite":
+            with contextlib.suppress(ValueError):  # the rest may be no JSON at all
+                where = not_finite(json.loads(text, parse_int=float), "ground_truth")
+        if where:
+            raise ValueError(f"{where} is NaN, infinite or too long a number: correct the record") from None
         raise ValueError(f"ground_truth {text[:60]!r} is no JSON ({error}): pass one object, finite numbers") from None
     if not isinstance(value, dict) or not isinstance(value.get("canvas"), dict):
         raise ValueError(f"ground_truth {text[:60]!r} has no canvas: add its width and height in px")
@@ -188,6 +195,25 @@ def _ground_truth(text: str) -> Poster:
         what = "no box is larger than a pixel" if fractions else f"{outside} of {len(layers)} boxes lie off the canvas"
         raise ValueError(f"{what} of {width} x {height}: boxes are in px; multiply fractions or thousandths by it")
     return poster
+
+
+def not_finite(value: Any, name: str) -> str:
+    """Where in a value of JSON a number stands that is none, such as "ground_truth.layers[0].x".
+
+    Args:
+        value: nested as deep as the stack allows.
+        name: of the value.
+
+    Returns:
+        "" if all are finite.
+    """
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else name
+    if isinstance(value, dict):
+        inner = [(f"{name}.{key:.80}", x) for key, x in value.items()]
+    else:
+        inner = [(f"{name}[{i}]", x) for i, x in enumerate(value)] if isinstance(value, list) else []
+    return next(filter(None, (not_finite(x, path) for path, x in inner)), "")
 
 
 def _off_canvas(layer: Layer) -> bool:
@@ -231,8 +257,12 @@ def parse(solution: str, truth: Poster, coord_space: str = "px") -> Poster:
         kept.append(layer)
     if len(kept) < len(layers):
         warnings.append("layers_cut")
-    if any(map(_off_canvas, kept)):  # if it happens often, the policy counts in another unit: see coord_space
+    # if these happen often, the policy counts in another unit: see coord_space
+    if any(map(_off_canvas, kept)):
         warnings.append("off_canvas")
+    unit_x, unit_y = (truth.width, truth.height) if coord_space == "px" else (1000, 1000)
+    if all(layer.width * unit_x <= 1 and layer.height * unit_y <= 1 for layer in kept):
+        warnings.append("fractions")
     return Poster(truth.width, truth.height, background, tuple(kept), len(raw), dict(invalid), fmt, tuple(warnings))
 
 
@@ -353,9 +383,12 @@ def _value(text: str, start: int) -> tuple[Any, int]:
 
 
 def _around(text: str, start: int) -> int | None:
-    """Where the outermost object around `start` begins, if something there looks like one."""
+    """Where the outermost object around `start` begins, if something there looks like one, in JSON or nearly.
+
+    A fence begins anew: code before it may have braces in its strings.
+    """
     open_braces: list[int] = []
-    for match in re.finditer(r"{\s*\"|[{}]", text[:start]):
+    for match in _OBJECT_OR_BRACE.finditer(text, text.rfind("\n```", 0, start) + 1, start):
         if match[0] != "}":
             open_braces.append(match.start() if match[0] != "{" else -1)
         elif open_braces:
@@ -373,6 +406,7 @@ def _unwrap(text: str) -> str:
     return text
 
 
+_OBJECT_OR_BRACE = re.compile(r"""{\s*(?:["'/#]|\w+\s*:)|[{}]""")
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]+|\\.)*"?|[][{}]', re.DOTALL)  # an open string runs to the end: linear
 
 

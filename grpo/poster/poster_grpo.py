@@ -23,9 +23,9 @@ import torch
 from transformers import set_seed
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import advantages, background, checkpoint, config, data, devices, distributed, images, logprobs, lora
-from common import losses, memory, metrics, models, optim, plan, profiling, reward_client, rewards, rollout, shapes
-from common import sharding
+from common import advantages, background, checkpoint, config, data, devices, distributed, guards, images, logprobs
+from common import lora, losses, memory, metrics, models, optim, plan, profiling, reward_client, rewards, rollout
+from common import shapes, sharding
 from common.config import require
 from grpo.poster import records, toys
 from grpo.poster.local import LocalRewards
@@ -37,6 +37,9 @@ TIMEOUT_MINUTES = 60  # ranks wait this long for one another: longer than the sl
 AGGREGATION = {"gspo": "seq_mean", "grpo": "seq_mean", "dapo": "token_mean", "dr_grpo": "constant"}
 REWARDS = ()  # (function, weight): more, added to the score of the poster; such as (rewards.length_reward(300), 0.1)
 THUMBNAIL = 384  # pixels, long side of the copies of input images that go to the service
+# metric of metrics.jsonl: (least, most) in a healthy run, None: no limit; on_collapse says what happens outside
+GUARDS = {"reward_std": (1e-4, None), "entropy": (5e-3, 8.0), "completion_length": (1.5, None),
+          "truncated": (0.0, 0.98), "clip_fraction": (0.0, 0.5), "unscored": (0.0, 0.9)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,8 @@ class Config:
     eval_examples: int = 64  # rows of eval_data used
     sample_every: int = 10  # steps between entries in samples.jsonl; 0: never
     print_samples: bool = False  # show them on the console too
+    on_collapse: str = "warn"  # when a metric is outside GUARDS: "warn"; "stop" saves and ends the run; "off"
+    collapse_steps: int = 10  # steps in a row that it has to be outside
     profile: int = 0  # steps to trace with the torch profiler, from the third on, into out_dir/profile/
 
     @property
@@ -315,6 +320,7 @@ def main(cfg: Config) -> None:
     prompts = data.PromptStream(train_examples, cfg.batch_size, cfg.seed, position, rank, num_ranks)
     config.save(cfg, cfg.out_dir)
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
+    watch = guards.Watch(GUARDS, cfg, log, start)
     budget = memory.Budget(cfg.micro_batch_tokens, str(planned), redo=not sharded, release=sampler.release)
     done, position, batch, unscored = start, prompts.position, None, checkpoint.unscored(resumed, home)
 
@@ -332,8 +338,8 @@ def main(cfg: Config) -> None:
         profiling.trace(cfg.out_dir, cfg.profile) as profiled,
         checkpoint.save_on_outage(lambda: save(batch)),  # of the reward service: after a resume, the batch comes first
     ):
-        if cfg.eval_data and cfg.eval_every and start == 0:
-            log.eval(0, **eval_now())
+        if log.evaluation_due(cfg):
+            log.eval(start, **eval_now())
         for step in range(start + 1, cfg.steps + 1):
             # 1. rollout: B completions from the current policy, of this rank's prompts
             examples_P = prompts.next()
@@ -393,18 +399,18 @@ def main(cfg: Config) -> None:
                     distributed.sum_gradients(optimizer.params)
                     log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
                 with checkpoint.keep_batch(cfg.out_dir, step, chain(*minibatches)):
-                    optimizer.check()  # a gradient that is not finite
+                    log.add(overflows=optimizer.check())  # stops at a loss or gradient that is not finite
                 sharding.gather(model, whole)
                 optimizer.make_room()
             done, position, batch = step, prompts.position, None
 
             # 4. report and save
-            log.end_step(step, learning_rate=optimizer.learning_rate)
+            collapsed = watch.see(log.end_step(step, learning_rate=optimizer.learning_rate))
             if cfg.sample_every and step % cfg.sample_every == 0:
                 log.samples(step, examples_P, scored.completions, scored.rewards.tolist(), cfg.print_samples)
             if cfg.eval_data and cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps):
                 log.eval(step, **eval_now())
-            stopping = distributed.any_rank(bool(stop))
+            stopping = distributed.any_rank(bool(stop)) or collapsed
             if step % cfg.save_every == 0 or step == cfg.steps or stopping:
                 save()
             profiled()
@@ -412,6 +418,7 @@ def main(cfg: Config) -> None:
                 break
     log.close()
     distributed.print_main(f"policy saved in {checkpoint.newest(cfg.out_dir)}")
+    watch.leave()
     distributed.shutdown()
 
 

@@ -16,10 +16,12 @@ from typing import Any
 from PIL import Image, UnidentifiedImageError
 
 from common import data
-from grpo.poster import layout, synthetic
+from common.distributed import print_main
+from grpo.poster import layout, pictures, synthetic
 
 MAX_PIXELS = 25_000_000  # of an input image: a file of some kilobytes can unpack to gigabytes
 MAX_BYTES = 32 * 2**20
+MAX_RATIO = 200  # of the sides of an input image: the processors of the Qwen-VL families take no more
 FORMATS = ("PNG", "JPEG", "WEBP")
 CONTROL = re.compile(r"<\|[^<>|\s]*\|>")
 
@@ -49,7 +51,14 @@ def read(source: str, split: str = "train") -> list[dict[str, Any]]:
             f"no records at {source!r}: give a .jsonl file or synthetic:0, synthetic:1, synthetic:2"
         )
     rows = data.read_rows(source, split)
-    return [_checked(row, f"{source}, row {i}", str(i), folder) for i, row in enumerate(rows)]
+    checked = [_checked(row, f"{source}, row {i}", str(i), folder) for i, row in enumerate(rows)]
+    beyond = [i for i, (_, poster) in enumerate(checked) if _reaches_out(poster)]
+    if 2 * len(beyond) > len(rows):
+        print_main(
+            f"warning: {source}: in {len(beyond)} of {len(rows)} records, such as row {beyond[0]}, most boxes reach "
+            "beyond the canvas: ground truths are in px of their canvas, not in thousandths"
+        )
+    return [record for record, _ in checked]
 
 
 def folder_of(source: str) -> Path:
@@ -87,7 +96,7 @@ def open_image(reference: str, folder: Path) -> Image.Image:
     if reference.startswith("synthetic:"):
         return synthetic.image(reference)
     with _opened(reference, folder) as image:
-        return image.convert("RGB")
+        return pictures.rgb(image)
 
 
 def image_size(reference: str, folder: Path) -> tuple[int, int]:
@@ -103,7 +112,7 @@ def image_size(reference: str, folder: Path) -> tuple[int, int]:
     if reference.startswith("synthetic:"):
         return synthetic.image_size(reference)
     with _opened(reference, folder) as image:
-        return image.size
+        return pictures.size(image)
 
 
 @contextmanager
@@ -116,6 +125,8 @@ def _opened(reference: str, folder: Path) -> Iterator[Image.Image]:
         with Image.open(path, formats=FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise ValueError(f"image {reference!r}: {image.size} is over {MAX_PIXELS} pixels; make it smaller")
+            if max(image.size) > MAX_RATIO * min(image.size):
+                raise ValueError(f"image {reference!r}: {image.size}: sides of over 1 to {MAX_RATIO}; crop it")
             yield image
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError) as error:
         raise ValueError(
@@ -143,8 +154,13 @@ def image_path(reference: str, folder: Path) -> Path:
     return path
 
 
-def _checked(row: dict[str, Any], where: str, name: str, folder: Path) -> dict[str, Any]:
-    """A row of a file as a record."""
+def _reaches_out(poster: layout.Poster) -> bool:
+    """Whether most boxes end a tenth of the canvas or more to the right of it, or below."""
+    return 2 * sum(max(layer.box[2:]) > 1.1 for layer in poster.layers) > len(poster.layers)
+
+
+def _checked(row: dict[str, Any], where: str, name: str, folder: Path) -> tuple[dict[str, Any], layout.Poster]:
+    """A row of a file as a record, and its ground truth."""
     prompt, images, extra = row.get("prompt"), row.get("images") or [], row.get("extra_info") or {}
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError(f"{where}: `prompt` is {prompt!r:.40}, must be text; write the brief there")
@@ -156,16 +172,12 @@ def _checked(row: dict[str, Any], where: str, name: str, folder: Path) -> dict[s
         raise ValueError(f"{where}: `ground_truth` is missing; add the poster that the answer is compared with")
     try:
         truth = row["ground_truth"]
-        layout.ground_truth(truth)
+        poster = layout.ground_truth(truth)
         for reference in images:
             image_size(reference, folder)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     truth = json.loads(truth) if isinstance(truth, str) else truth
-    return {
-        "id": str(row.get("id", name)),
-        "prompt": prompt,
-        "images": images,
-        "ground_truth": truth,
-        "extra_info": extra,
-    }
+    record = {"id": str(row.get("id", name)), "prompt": prompt, "images": images, "ground_truth": truth,
+              "extra_info": extra}  # fmt: skip
+    return record, poster

@@ -84,8 +84,9 @@ class Config:
     @cached_property
     def secret(self) -> str:
         """The token in force."""
-        from_file = Path(self.token_file).read_text().strip() if self.token_file else ""
-        return self.token or from_file or os.environ.get("RL_HAND_REWARD_TOKEN", "")
+        from_file = Path(self.token_file).read_text() if self.token_file else ""
+        given = (self.token, from_file, os.environ.get("RL_HAND_REWARD_TOKEN", ""))
+        return next(filter(None, map(str.strip, given)), "")
 
     @property
     def weights(self) -> dict[str, float]:

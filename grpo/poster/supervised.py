@@ -17,7 +17,7 @@ import torch
 from transformers import ProcessorMixin, PreTrainedTokenizerBase, set_seed
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import config, data, images, logprobs, metrics, models, offpolicy, optim
+from common import checkpoint, config, data, images, logprobs, metrics, models, offpolicy, optim
 from common.config import require
 from grpo.poster import records, synthetic, toys
 
@@ -115,7 +115,8 @@ def main(cfg: Config) -> None:
                 optimizer.scale(loss).backward()
                 log.add(micro.num_tokens, loss=loss.detach() * batch.num_tokens / micro.num_tokens)
             log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
-        optimizer.check()
+        with checkpoint.keep_batch(cfg.out_dir, step, micros):
+            log.add(overflows=optimizer.check())  # stops at a loss or gradient that is not finite
         log.add_batch(batch)
         log.end_step(step, learning_rate=optimizer.learning_rate)
     log.close()

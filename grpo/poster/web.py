@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
@@ -16,6 +15,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from common import serving
 from grpo.poster import counts, items
 from grpo.poster.items import MAX_BODY, Refused
 from grpo.poster.worker import Rewards
@@ -71,7 +71,7 @@ def create_app(rewards: Rewards) -> Callable:
 
     async def score(request: Request, many: bool) -> list[tuple[items.Item, dict[str, Any] | Refused]]:
         seconds = items.timeout_seconds(request.headers.get("X-Timeout-Ms"), cfg.deadline_seconds)
-        body = await _body(request)
+        body = await _body(request, seconds)
         rewards.require_ready()
         # before it is read, which takes longer than to refuse it; inside of a text the quotes would be escaped
         rewards.require_room(body.count(b'"solution_str"'))
@@ -117,7 +117,7 @@ def create_app(rewards: Rewards) -> Callable:
             status = message.get("status", status)
             await send(message)
 
-        token, host = given.get("Authorization", "").encode(), _host(given.get("Host", ""))
+        token, host = given.get("Authorization", "").encode(), serving.host_of(given.get("Host", ""))
         answer: Callable = app
         if hosts is not None and host not in hosts:  # a web page that gave this machine a name of its own
             answer = _error(Refused("bad_host", f"this machine is not called {host!r:.80}: see --allowed_hosts"))
@@ -134,28 +134,17 @@ def create_app(rewards: Rewards) -> Callable:
     return watch
 
 
-def _host(header: str) -> str | None:
+async def _body(request: Request, seconds: float) -> bytes:
     try:
-        return urlsplit(f"//{header}").hostname
-    except ValueError:  # brackets that do not match
-        return None
-
-
-async def _body(request: Request) -> bytes:
-    """All of it, counted as it comes: a body in chunks does not say its length."""
-    body, length = bytearray(), 0
-    try:
-        async for part in request.stream():
-            length += len(part)
-            if length <= MAX_BODY:
-                body += part
-            elif length > 4 * MAX_BODY:  # until then it is read and dropped: most clients read no answer while sending
-                break
+        async with asyncio.timeout(seconds):
+            body = await serving.whole(request.stream(), MAX_BODY)
     except ClientDisconnect as error:
         raise Refused("bad_json", "the body has no end") from error
-    if length > MAX_BODY:
+    except TimeoutError as error:
+        raise Refused("deadline", f"the body was not complete after {seconds:g} s") from error
+    if body is None:
         raise Refused("too_large", f"a body of more than {MAX_BODY} bytes: send fewer items at a time")
-    return bytes(body)
+    return body
 
 
 def _answer(value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:

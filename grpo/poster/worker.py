@@ -250,6 +250,7 @@ class Rewards:
                 continue
             try:
                 result = {"ok": True, **reward.result(x, visual, self.cfg.weights)}
+                json.dumps(result, allow_nan=False)  # what cannot be sent is the fault of this item, not of its batch
             except Exception as error:  # a bug; one item should not end the server, and be sent to the next one then
                 traceback.print_exc()
                 self._refuse(request, index, Refused("internal", f"{type(error).__name__}: see the log of the server"))
@@ -288,6 +289,8 @@ class Rewards:
             self.counts.observe("part", result[name], counts.SHARES, part=name)
         if not result["parse_ok"]:
             self.counts.add("malformed_total", reason=result["reason"])
+        for warning in result["warnings"]:
+            self.counts.add("warnings_total", warning=warning)
 
 
 def _checked(value: Any) -> float | Refused:

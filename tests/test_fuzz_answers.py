@@ -1,0 +1,138 @@
+"""Whatever a policy writes is read without an error, in linear time, and earns nothing but what it says."""
+
+import math
+import re
+import unicodedata
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common import rewards
+from common.answers import (
+    answers_match,
+    extract_answer,
+    last_boxed,
+    last_number,
+    normal_answer,
+    numbers_match,
+    to_fraction,
+)
+
+# derandomized: a failure comes from a change, not from the day
+FUZZ = dict(deadline=None, derandomize=True, database=None)
+PIECES = [
+    "<think>", "</think>", "<answer>", "</answer>", "#### ", "\\boxed{", "\\fbox{", "\\boxed ", "\\frac{1}{2}",
+    "\\frac", "\\text{ m}", "\\text{", "\\left(", "\\{", "\\}", "\\%", "\\!", "{,}", " and ", " or ", "the answer is ",
+    "Paris", "1,234", "1,23", "1/2", "2 1/2", "0/0", "1e5", "1e999", ".5",
+    *"-+%=<{}()[],. $73x\\\n\0\ud800\u2028\xb2\xbd\u2212\u3001\u0667\uff17\u200f\u202e\ufeff\xa0\u202f\u066b\u597d",
+]  # fmt: skip
+PIECED = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
+TEXT = PIECED | st.text(max_size=20) | st.text("0123456789,./-+%eE \u0667\uff17\xa0\\{}()[]", max_size=20)
+
+
+@settings(max_examples=150, **FUZZ)
+@given(text=TEXT, answer=TEXT)
+def test_any_text_is_read_and_compared(text, answer):
+    found, boxed, number = extract_answer(text), last_boxed(text), last_number(text)
+    assert found is None or (found == found.strip() != "")
+    assert boxed is None or (boxed in text and ("\\boxed" in text or "\\fbox" in text))
+    assert found is None or text.rfind("<think>") <= text.rfind("</think>")  # thinking that never closes has no answer
+    assert number is None or re.fullmatch(r"-?[\d./eE +-]+%?", number)
+    value = to_fraction(text)
+    assert value is None or to_fraction(str(value)) == value
+    assert (normal_answer(text) is None) == (found is None)
+    for score in (numbers_match(text, answer), numbers_match(text, text), *rewards.format_reward([text], [answer])):
+        assert score in (0, 1) or math.isnan(score)
+    assert numbers_match(text, "7") in (0, 1) and answers_match(text, "7") in (0, 1)  # a good gold answer always scores
+    assert answers_match(text, "Paris") in (0, 1) and answers_match(text, "(1, 2)") in (0, 1)
+
+
+@settings(max_examples=120, **FUZZ)
+@given(text=TEXT, number=st.integers(0, 10**6).map(str), place=st.integers(0, 20), is_put=st.booleans())
+def test_nothing_is_earned_without_the_digits_or_the_word(text, number, place, is_put):
+    text = text[:place] + number * is_put + text[place:]
+    plain = unicodedata.normalize("NFKC", text)
+    digits = "".join(str(unicodedata.digit(char)) for char in plain if char.isdecimal())
+    if not set("/%eE.\u066b\u2044") & set(plain) and "frac" not in plain:  # what can make a number of other digits
+        assert number in digits or answers_match(text, number) == numbers_match(text, number) == 0
+    assert digits or answers_match(text, number) == numbers_match(text, number) == 0
+    assert "Paris" in text or answers_match(text, "Paris") == 0
+    assert ("1" in digits and "2" in digits) or answers_match(text, "(1, 2)") == answers_match(text, "1, 2") == 0
+
+
+def full_width(text: str) -> str:
+    return "".join(chr(ord(char) + 0xFEE0) for char in text)
+
+
+@settings(max_examples=120, **FUZZ)
+@given(
+    number=st.integers(-(10**9), 10**9),
+    other=st.integers(-(10**9), 10**9),
+    form=st.sampled_from(["{}", "{:,}", "{}.00", "{:,}.0", "{}/1", "+{}", "{}e0", "{}00%"]),
+    widen=st.booleans(),
+    around=st.sampled_from(
+        ["{}", "{}.", "**{}**", "\u201c{}\u201d", "$x = {}$", "#### {}", "#### {} eggs", "#### {})", "\\boxed{{{}}}",
+         "\\fbox{{{}}}", "<answer>{}</answer>", "<think>7</think> <answer>\\boxed{{{}}}</answer>", "7.\n\nit is {}."]
+    ),
+)  # fmt: skip
+def test_a_number_is_right_however_it_is_written_and_no_other_is(number, other, form, widen, around):
+    if number < 0 and form.startswith("+"):
+        form = "{}"
+    written = form.format(number)
+    text = around.format(full_width(written) if widen else written)
+    assert answers_match(text, str(number)) == numbers_match(text, str(number)) == 1
+    assert normal_answer(text) == str(number)
+    assert answers_match(text, str(other)) == numbers_match(text, str(other)) == float(other == number)
+
+
+@settings(max_examples=100, **FUZZ)
+@given(text=st.lists(st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "a", "\n", " "]), max_size=9))
+def test_the_format_is_paid_for_each_tag_once_in_order_and_nothing_outside(text):
+    tags = [piece for piece in text if piece.startswith("<")]
+    outside, depth = "", 0
+    for piece in text:
+        depth += piece in ("<think>", "<answer>")
+        outside += piece * (depth == 0)
+        depth -= piece in ("</think>", "</answer>")
+    right = tags == ["<think>", "</think>", "<answer>", "</answer>"] and not outside.replace("</think>", "").strip()
+    assert rewards.format_reward(["".join(text)], ["1"]) == [float(right)]
+
+
+@settings(max_examples=50, **FUZZ)
+@given(target=st.integers(1, 10**6), width=st.integers(1, 10**6), lengths=st.lists(st.integers(0, 10**9), max_size=4))
+def test_length_reward_stays_between_0_and_1_and_falls_with_the_distance(target, width, lengths):
+    lengths = sorted([target, *lengths], key=lambda length: abs(length - target))
+    count = len(lengths)
+    values = rewards.length_reward(target, width)(["x"] * count, ["1"] * count, completion_tokens=lengths)
+    assert values[0] == 1.0 and min(values) >= 0.0 and values == sorted(values, reverse=True)
+
+
+# Read in linear time, each takes a fraction of a second; a pattern that is quadratic in one of them takes minutes.
+SIZE = 50_000
+REPEATED = [
+    "{", "(", "\\", "\\boxed ", "-1", ", and ", "1,", "9,999", "1/2/3/4/", "1 1/", "1\xbd", "1~", "1e", "a", "a ", "x=",
+    "1 \\text{", "1 \\frac{1}{1", "\u200f",
+]  # fmt: skip
+
+
+def test_long_texts_are_read_in_linear_time():
+    for piece in REPEATED:
+        text = piece * (SIZE // len(piece))
+        assert answers_match(text + "x1", "7") == 0
+        assert rewards.format_reward([f"<think>{text}</think>"], ["7"]) == [0.0]
+    assert answers_match("1, " * SIZE, "(1, 2)") == answers_match("{" + "1," * SIZE + "}", "(1, 2)") == 0
+    assert last_number(",999" * SIZE + "9") == "9999"  # no separators after all, which shows at the end only
+    last_number("1 a" * SIZE), last_boxed("\\boxed{" * SIZE), to_fraction("1," * SIZE)
+
+
+def test_deep_nesting_and_long_numbers_are_read_in_linear_time():
+    deep = 10_000
+    boxes = "\\boxed{" * deep + "7" + "}" * deep
+    assert last_boxed(boxes) == "7" and last_boxed(boxes[:-1]) == "7"
+    assert answers_match(boxes, "7") == 1
+    assert answers_match("\\boxed{" + "{" * SIZE + "7" + "}" * SIZE + "}", "7") == 0
+    assert answers_match("(" * SIZE + "1, 2" + ")" * SIZE, "(1, 2)") == 0
+    assert answers_match("7" * SIZE, "7") == 0
+    assert answers_match(f"<think>{'1/2, ' * SIZE}</think>7", "7") == 1
+    assert math.isnan(numbers_match("7", "7" * SIZE))  # longer than a number can be
+    assert rewards.format_reward(["<think>" * SIZE, "<think>" + "</think>" * SIZE], ["7"] * 2) == [0.0, 0.0]

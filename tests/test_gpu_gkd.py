@@ -68,6 +68,7 @@ def test_chunks_have_the_gradients_of_the_dense_form(cuda, monkeypatch, dtype, b
 @needs(1)
 @pytest.mark.parametrize("compile", [False, True])
 def test_peak_memory_is_three_chunks_of_logits(cuda, compile):
+    torch.compiler.reset()  # code that was compiled for the shapes of other tests is general, and takes more
     V, H, N = 50_000, 64, 4096
     hidden, weight, states, teacher, ids, weights = problem(cuda, torch.bfloat16, N, V, H)
     target = distillation.Full((teacher, None, None), V, 0.5, 1.0, compile)

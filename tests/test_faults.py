@@ -115,7 +115,7 @@ def test_killed_at_random_moments_it_ends_as_if_left_alone(launcher, tmp_path, s
             run.kill()
             left -= 1
             continue
-        with fault(*(f"SIGKILL in phase {at}, {script} x {ranks}" for at in killed_at)):
+        with fault(*(f"SIGKILL in phase {at}" for at in killed_at)):
             assert_same(run.wait().succeeded(), straight)
         if not left:
             break

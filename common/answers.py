@@ -6,14 +6,18 @@ Where the answer is (`extract_answer`), first rule that applies:
   3. the last balanced \boxed{...} or \fbox{...}; it holds mathematics, so units in it need \text{...}
   4. after the last ####, on that line: the expression it starts with, or if it starts with words its first number
   5. an <answer>, or a one-line completion without prose, is read like the line of rule 4
-  6. the last number
+  6. a closing "the answer is B" or "Option (B)": one capital letter or, in a text without numbers, any word
+  7. the last number, if it stands for itself: 10^3, 2\sqrt{3}, x/2, x > 4 and (3, 4) hold no number that is the answer
 A marker left empty or open means "no answer"; the rules below it are not tried. Quotation marks and markup around an
-answer go; full-width forms, one-character fractions, Arabic marks and no-break spaces in numbers are read as if plain.
+answer go; full-width forms, one-character fractions, superscripts and signs of mathematics, Arabic marks and no-break
+spaces in numbers are read as if plain.
 
-When answers are equal (`answers_match`): same text; or the same exact number, where 1,234 = 1234.00, 1/2 = 0.5 and
-60% = 0.6, but 60% != 60 and 0.33 != 1/3; or lists with the same brackets and equal elements, in order for (...) and
-[...], in any order for {...} and bare lists; or, where the gold answer is not a number, equal mathematics according
-to Math-Verify. "x = 4" answers 4; "95 + 65" does not answer 160, or a policy would learn to repeat the question.
+When answers are equal (`answers_match`): same text, for words whatever the case; or the same exact number, where
+1,234 = 1234.00, 1/2 = 0.5, 1.5\times10^3 = 1500, 0.\overline{3} = 1/3 and 60% = 0.6, but 60% != 60 and 0.33 != 1/3; or
+lists with the same brackets and equal elements, in order for (...) and [...], in any order for {...} and bare lists;
+or, where the gold answer is not a number, equal mathematics according to Math-Verify. "x = 4" answers 4 and "(B) 42"
+answers B; "95 + 65" does not answer 160, or a policy would learn to repeat the question. Dates, times, scores and
+ranges in digits are compared as they are written. Units are not compared: 42 kg answers 42 cm.
 Several right answers (`any_answer_matches`): a completion is right if its one answer equals any of them.
 """
 
@@ -42,14 +46,28 @@ _PLAIN[0x3001] = ", "  # the CJK comma stands in lists, never in numbers
 _PLAIN |= {code: unicodedata.normalize("NFKC", chr(code)).replace("\u2044", "/") for code in _VULGAR}
 # soft hyphen, byte order mark, zero width, direction of writing: nobody sees them
 _PLAIN |= dict.fromkeys([0xAD, 0xFEFF, *range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x206A)])
+_PLAIN |= {
+    ord(sign): f"{name} " for sign, name in {
+        "\u221e": r"\infty", "\u2264": r"\le", "\u2265": r"\ge", "\u2260": r"\ne", "\u2248": r"\approx",
+        "\xb7": r"\cdot", "\xb1": r"\pm", "\xd7": r"\times", "\u03c0": r"\pi", "\xb0": r"^\circ", "\u222a": r"\cup",
+        "\u2229": r"\cap", "\u2208": r"\in", "\u2205": r"\emptyset",
+    }.items()
+}  # fmt: skip
+_RAISED = str.maketrans("\u2070\xb9\xb2\xb3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-")
+_POWER = re.compile(f"[{''.join(map(chr, _RAISED))}]+")  # superscripts
+_ROOT = re.compile(r"\u221a ?(?:(\d+|[a-zA-Z])|\(([^()]{1,40})\))")
 _BEFORE_VULGAR = re.compile(r"(?<=\d)(?=[\xbc-\xbe\u2150-\u215e])")  # 1\xbd is 1 1/2
 _THOUSANDS_SPACE = re.compile(r"(?<=\d)(?<!\d{4})(?:[\xa0\u2009\u202f~]|\\[ ;:])(?=\d{3}(?!\d))")
-_AROUND = ' *`_,;:"\u201c\u201d\u201e\u2018\u2019\xab\xbb\u300c\u300d'  # markup and quotation marks around an answer
+_AROUND = ' *`_~,;:"\u201c\u201d\u201e\u2018\u2019\xab\xbb\u300c\u300d'  # markup and quotation marks around an answer
 _DELETED = re.compile(r"\\?[$€£¥]|(?<!\\)\\(?:(?:left|right)(?![a-zA-Z])|[()\[\],!])")  # currency, delimiters, spacing
 _AND_OR = re.compile(r",? ?\\text\{ ?(?:and|or) ?\} ?|,? (?:and|or) ")
 _TEXT_WORD = re.compile(r"^\\(?:text|textbf|mathrm|mathbf)\{ ?([^{} ]*) ?\}$")
-_UNIT = re.compile(r"(?<=\d) *\\(?:text|mathrm)\{[^{}]*\}$")  # 18\text{ dollars}
-_PROSE = re.compile(r"(?<![\w\\{])[^\W\d_]{2,}(?=[\s.,;:!?*\"')]|$)|[\u3040-\u9fff\uac00-\ud7af]")  # a word, or CJK
+_UNIT = re.compile(
+    r"(?<=\d)(?: |\\ )*(?:\\(?:text|mathrm)\{[^{}]*\}(?:\^(?:\d|\{ ?\d ?\}))?|\^(?:\\circ|\{ ?\\circ ?\}))$"
+)  # 18\text{ dollars}, 18\text{ m}^2, 18^\circ
+_PROSE = re.compile(
+    r"(?<![\w\\{])[^\W\d_]{2,}(?=[\s.,;:!?*\"')]|-[^\W\d_]{2}|$)|[\u3040-\u9fff\uac00-\ud7af]"
+)  # a word, or CJK
 _EXPRESSION_END = re.compile(rf"{_PROSE.pattern}|[.!?](?=\s|$)")
 _BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?: *(?P<box>\{)|\s+(?P<bare>[^\s{}$\\]+))|\\.|[{}]", re.DOTALL)
 _BRACKETED = re.compile(r"(\(|\[|\\?\{)(.*?)(\)|\]|\\?\})")
@@ -62,6 +80,39 @@ _NUMBER = re.compile(
     (?:\ ?%)?""",
     re.VERBOSE,
 )
+_SCIENTIFIC = re.compile(
+    r"(?<![\d.,/^])([1-9](?:\.\d+)?) ?(?:\\times|\\cdot|[x*]) ?10 ?\^ ?(?:\{ ?([-+]?\d{1,3}) ?\}|([-+]?\d{1,3})(?!\d))"
+)
+_REPEATING = re.compile(
+    r"(?<![\d.,])(\d{0,15})\.(\d{0,15})(?:\\(?:overline|bar|dot) ?\{ ?(\d{1,15}) ?\}|\((\d{1,15})\))"
+)
+_UNIT_POWER = re.compile(
+    r"(?<=\d)((?: |\\ )?(?:\\(?:text|mathrm)\{ ?)?(?:[a-zA-Z]{2,12}|m)(?:/[a-zA-Z]{1,4})? ?\}?) ?"
+    r"\^ ?(?:[23]|\{ ?[23] ?\})"
+)
+# What stands directly before or after a number that is a part of an expression: exponents and bases, roots,
+# numerators and denominators, indices, factors of a constant, bounds. Arrows (=> 42) and tags (<b>42</b>) are none.
+_PART_BEFORE = re.compile(
+    r"""(?: \^\ ?[{(]?  |  [\w})]_\{?  |  [a-zA-Z)}]/  |  \}\ ?\{  |  (?<![</\w])\w+\ ?>=?  |  (?<!<)<=?
+      | \\(?:sqrt|frac|overline|bar|dot|log|ln|sin|cos|tan)(?:\ ?\[\d+\])?\ ?[{(]?
+      | \\(?:le|leq|leqslant|ge|geq|geqslant|ne|neq|lt|gt) )\ ?$""",
+    re.VERBOSE,
+)
+_PART_AFTER = re.compile(
+    r"""\ ?(?: \^(?!\ ?\{?\ ?\\circ)  |  /[(\\]  |  /[xyz](?!\w)  |  <(?=\ )
+      | \\(?:sqrt|pi|frac|cdot|times|log|ln|sin|cos|tan|le|leq|ge|geq|ne|neq|lt|gt)(?![a-zA-Z]) )""",
+    re.VERBOSE,
+)
+_STATED = re.compile(
+    r"(?:\b(?i:answer|option|choice)(?i: is)?|\u7b54\u6848[\u662f\u4e3a\u70ba]?)[ *_:]*\(?([^\W\d_]+)\)?$"
+)
+_CHOICE = re.compile(r"(?:\\(?:text|textbf|textrm|mathrm|mathbf)\{ ?)?\(?([A-Z])[).:] ?\S")  # (B) 42, or B. 42
+# Digits that Math-Verify would subtract or divide: dates, phone numbers, scores and ranges, times.
+_LABEL = re.compile(
+    r"\d+(?: ?- ?\d+)+|\d+(?:/\d+){2,}|\d{1,2}(?: ?: ?[0-5]\d)+ ?(?:(?:\\text\{ ?)?[aApP]\.?[mM]\.? ?\}?)?"
+)
+_BASE = re.compile(r"(\d\w*?)_(?:(\d+)|\{ ?(\d+) ?\})")  # 101_2 is no 101_3
+_LETTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZ")  # of choices
 _MAX_NUMBER_LENGTH = 1000  # characters; int() refuses huge texts, so a longer number is compared as text
 
 
@@ -71,6 +122,8 @@ _MAX_NUMBER_LENGTH = 1000  # characters; int() refuses huge texts, so a longer n
 def clean(text: str) -> str:
     r"""Normal form of an answer: no currency, math delimiters or markup; `\dfrac` as `\frac`; "a and b" as "a, b"."""
     text = _THOUSANDS_SPACE.sub("", _BEFORE_VULGAR.sub(" ", text))
+    text = _POWER.sub(lambda m: f"^{{{m[0].translate(_RAISED)}}}", text)
+    text = _ROOT.sub(lambda m: rf"\sqrt{{{m[1] or m[2]}}}", text)
     text = _DELETED.sub("", " ".join(text.translate(_PLAIN).split()))
     text = re.sub(r"\\[dtc]frac", r"\\frac", text).replace("{,}", ",").replace("\\%", "%")
     if not _PROSE.search(listed := _AND_OR.sub(", ", text)):
@@ -84,10 +137,30 @@ def clean(text: str) -> str:
 
 
 def _numbers(text: str) -> tuple[str, list[re.Match]]:
-    r"""The text with \frac{1}{2} as 1/2, and the numbers in it."""
+    r"""The text with \frac{1}{2} as 1/2, 2 \times 10^3 as 2e3 and 0.\overline{3} as 3/9, and the numbers in it."""
     text = _LATEX_FRACTION.sub(lambda m: f"{m[1] or ''} {m[2] or m[3]}/{m[4] or m[5]} ".lstrip(), clean(text))
+    text = _REPEATING.sub(_as_ratio, _SCIENTIFIC.sub(lambda m: f"{m[1]}e{m[2] or m[3]}", text))
     text = " ".join(text.split())
     return text, list(_NUMBER.finditer(text))
+
+
+def _as_ratio(match: re.Match) -> str:
+    r"""0.1\overline{6} as 15/90."""
+    fixed, period = match[1] + match[2], match[3] or match[4]
+    return f"{int(fixed + period) - int(fixed or 0)}/{(10 ** len(period) - 1) * 10 ** len(match[2])}"
+
+
+def _is_part(text: str, match: re.Match) -> bool:
+    """Whether a number is a piece of a larger expression, so that it answers nothing: see `_PART_BEFORE`."""
+    before, after = text[max(0, match.start() - 60) : match.start()], text[match.end() : match.end() + 60]
+    if _PART_BEFORE.search(before) or _PART_AFTER.match(after):
+        return True
+    # (3, 4) and [2, \infty), but not (40 apples, that is 42); -1 % 61 = 60: no bracket in sight
+    inside = max(before.rfind("("), before.rfind("[")), min(after.find(")") % 61, after.find("]") % 61)
+    if inside[0] < max(before.rfind(")"), before.rfind("]"), 0) or inside[1] == 60:
+        return False
+    listed = before[inside[0] + 1 :] + "0" + after[: inside[1]]
+    return "," in listed and not _PROSE.search(listed)
 
 
 def _plain_number(match: re.Match) -> str:
@@ -108,9 +181,12 @@ def to_fraction(text: str) -> Fraction | None:
 
 
 def last_number(text: str) -> str | None:
-    """Last number of a text: digits as written, without thousands separators or plus sign; `a/b` and `%` are kept."""
-    _, numbers = _numbers(text)
-    return _plain_number(numbers[-1]) if numbers else None
+    """Last number of a text: digits as written, without thousands separators or plus sign; `a/b` and `%` are kept.
+
+    None without a number, or if the last one is a part of an expression: the 3 of 10^3. That of cm^2 is in a unit.
+    """
+    text, numbers = _numbers(_UNIT_POWER.sub(r"\1", clean(text)))
+    return _plain_number(numbers[-1]) if numbers and not _is_part(text, numbers[-1]) else None
 
 
 def last_boxed(text: str) -> str | None:
@@ -140,6 +216,9 @@ def extract_answer(text: str) -> str | None:
         return _leading_expression(text.rpartition("####")[2].strip().partition("\n")[0])
     line = clean(text)
     has_prose = "\n" in text.strip() or (_PROSE.search(line) and not line.isalpha())
+    stated = None if has_tag else _STATED.search(line[-80:])
+    if stated and (stated[1] in _LETTERS or not any(char.isdecimal() for char in line)):
+        return stated[1]
     return _leading_expression(text) if has_tag or not has_prose else last_number(text)
 
 
@@ -147,8 +226,10 @@ def _leading_expression(text: str) -> str | None:
     text = clean(text)
     if head := clean(_EXPRESSION_END.split(text, maxsplit=1)[0].rstrip(" ,;:(*=-")):
         return head
-    _, numbers = _numbers(text)
-    return (_plain_number(numbers[0]) if numbers else text) or None
+    plain, numbers = _numbers(text)
+    if numbers:
+        return None if _is_part(plain, numbers[0]) else _plain_number(numbers[0])
+    return text or None
 
 
 # Comparing two answers
@@ -275,7 +356,9 @@ def _gold(answer: str) -> str | None:
 def _is_gradable(gold: str, limit: float) -> bool:
     if gold_list := _as_list(gold):
         return all(_is_gradable(clean(element), limit) for element in gold_list[1])
-    return to_fraction(gold) is not None or gold.isalpha() or _math_verify(gold, None, limit)
+    if gold.isalpha() or _LABEL.fullmatch(gold) or _BASE.fullmatch(gold):
+        return True
+    return to_fraction(gold) is not None or _math_verify(gold, None, limit)
 
 
 def _same(found: str, gold: str, limit: float) -> bool:
@@ -284,15 +367,26 @@ def _same(found: str, gold: str, limit: float) -> bool:
     found_list, gold_list = _as_list(found), _as_list(gold)
     if found_list or gold_list:
         return bool(found_list and gold_list) and _same_list(found_list, gold_list, limit)
+    if _LABEL.fullmatch(gold):
+        return _as_label(_right_side(found)) == _as_label(gold)
     found = _UNIT.sub("", found if "=" in gold else _right_side(found))
     if gold.isalpha() or not found:
-        return found == gold
+        choice = _CHOICE.match(found) if gold in _LETTERS else None
+        return (choice[1] if choice else found) == gold or (len(gold) > 1 and found.casefold() == gold.casefold())
+    if base := _BASE.fullmatch(gold):
+        found_base = _BASE.fullmatch(found)
+        return found == base[1] or (found_base is not None and _as_label(found) == _as_label(gold))
     found_number, gold_number = to_fraction(found), to_fraction(gold)
     if gold_number is not None:
         # Only a number answers a number: Math-Verify would work out 95 + 65, and pay for repeating the question.
         return found_number == gold_number
     # Math-Verify takes 1,234 for a set and 5% for 5, so a number reaches it as an exact fraction.
     return _math_verify(gold, found if found_number is None else str(found_number), limit)
+
+
+def _as_label(text: str) -> str:
+    r"""2024-01-05 and 2024-1-5 alike, 7:30 PM and 7:30\text{ pm} too."""
+    return re.sub(r"(?<!\d)0+(?=\d)", "", re.sub(r"\\text|[ {}.]", "", text)).lower()
 
 
 def _number_in(found: str) -> Fraction | None:
@@ -339,7 +433,7 @@ def _split_commas(text: str) -> list[str]:
 
 
 def _right_side(text: str) -> str:
-    return re.split(r"(?<![<>!])=", text)[-1].strip()
+    return re.split(r"(?<![<>!])=|\\approx(?![a-zA-Z])", text)[-1].strip()
 
 
 # Math-Verify, in a process that can be killed (POSIX)

@@ -35,6 +35,9 @@ from common.rollout import RolloutBatch
 STATE = "state.json"
 REFERENCE = "reference"  # folder of a refreshed reference inside a checkpoint
 ROLLOUT = "rollout.safetensors"  # completions that are not scored yet, of every rank
+# settings that completions do not depend on, of those that change while a service is away
+NOT_SAMPLING = ("reward_url", "reward_patience", "allow_reward_change", "out_dir", "resume", "steps", "save_every",
+                "keep_checkpoints")  # fmt: skip
 
 
 def newest(out_dir: str | Path) -> Path | None:
@@ -64,7 +67,7 @@ def _damage(folder: Path, thorough: bool = True) -> str:
         return f"{STATE} is missing"
     except OSError as error:
         return f"{STATE} cannot be read ({error.strerror})"
-    except (ValueError, KeyError, TypeError, AttributeError):  # cut off in the middle, or not ours
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # cut off in the middle, or not ours
         return f"{STATE} cannot be read"
     for name, size in sizes.items():
         if Path(name).is_absolute() or ".." in Path(name).parts or not (folder / name).is_file():
@@ -76,7 +79,7 @@ def _damage(folder: Path, thorough: bool = True) -> str:
     if "crc32" in state and state["crc32"] != _crc32_of(state):
         return f"{STATE} was edited"
     known = [name for name, was in files.items() if "crc32" in was]
-    for name, found in storage.fingerprints(folder, known).items():
+    for name, found in storage.checksums(folder, known).items():
         if found != files[name]:
             return f"{name} is not the file that was saved (CRC-32 {found['crc32']}, not {files[name]['crc32']})"
     return ""
@@ -101,8 +104,8 @@ def find(out_dir: str, resume: str) -> Path | None:
 
     Raises:
         ValueError: the folder named is not a complete checkpoint, or damaged; or "auto", and all in out_dir are; or
-            "none", and out_dir already holds a run; or another run uses out_dir, or it cannot be written; or the ranks
-            see different checkpoints.
+            "none", and out_dir already holds a run; or the folder is of another run, and out_dir holds one of its own;
+            or another run uses out_dir, or it cannot be written; or the ranks see different checkpoints.
     """
     folder = None
     with distributed.together("resume"):
@@ -125,7 +128,12 @@ def find(out_dir: str, resume: str) -> Path | None:
 
 def _find(out_dir: str, resume: str) -> Path | None:
     if resume == "auto":
-        folders = sorted(filter(Path.is_dir, Path(out_dir).glob("checkpoint-*")), key=_step, reverse=True)
+        for aside in Path(out_dir).glob(".writing-old-checkpoint-*"):  # killed while it was replaced
+            final = aside.with_name(aside.name.removeprefix(".writing-old-"))
+            if not final.exists() and is_complete(aside):
+                os.rename(aside, final)
+        folders = [folder for folder in Path(out_dir).glob("checkpoint-*") if folder.is_dir() and _step(folder) >= 0]
+        folders.sort(key=_step, reverse=True)
         for folder in folders:
             damage = _damage(folder)
             if not damage:
@@ -145,6 +153,11 @@ def _find(out_dir: str, resume: str) -> Path | None:
         raise ValueError(
             f"resume = {resume!r}: not a complete checkpoint, {damage}; give a folder checkpoint-NNNNNN with all its "
             "files, 'auto', or 'none'"
+        )
+    if Path(resume).resolve().parent != Path(out_dir).resolve() and (own := newest(out_dir)):
+        raise ValueError(
+            f"resume = {resume!r}, out_dir = {out_dir!r}: out_dir holds {own.name} of a run of its own, whose lines "
+            "and checkpoints would be mixed with new ones; give another out_dir, or resume = 'auto' to go on from it"
         )
     return Path(resume)
 
@@ -208,29 +221,30 @@ def save(
                     "step": step,
                     "position": position,
                     "num_ranks": len(rng_by_rank),
-                    "files": storage.fingerprints(folder, written),
+                    "files": storage.checksums(folder, written),
                     "notes": notes or {},
                     "config": dataclasses.asdict(cfg),
                 }
+                state = json.loads(json.dumps(state))  # as it will be read: keys of notes become texts
                 (folder / STATE).write_text(json.dumps({**state, "crc32": _crc32_of(state)}, indent=1))
                 for path in [*folder.rglob("*"), folder]:
                     storage.sync(path)
             except (OSError, SafetensorError) as error:  # safetensors has a kind of its own for a full disk
                 shutil.rmtree(folder, ignore_errors=True)
-                left = newest(out_dir)
+                left, room = newest(out_dir), storage.free(out_dir)
                 raise OSError(
-                    f"the checkpoint of step {step} could not be written to {out_dir}, on which {_free(out_dir)} is "
-                    f"free: {error}. Make room (keep_checkpoints = {cfg.keep_checkpoints} and one more must fit), then "
-                    "run the same command: "
-                    + (f"it goes on from {left}, which is as it was" if left else "it starts anew")
+                    f"the checkpoint of step {step} could not be written to {out_dir}, on which {room} is free: "
+                    f"{error}. Make room (keep_checkpoints = {cfg.keep_checkpoints} and one more must fit), then run "
+                    "the same command: " + (f"it goes on from {left}, which is as it was" if left else "it starts anew")
                 ) from error
             except BaseException:  # a second Ctrl-C: what was written goes, the error stays
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
-            if os.path.lexists(final):
-                storage.remove(final)
+            replaced = _aside(final) if os.path.lexists(final) else None
             os.rename(folder, final)
             storage.sync(final.parent)
+            if replaced:
+                storage.remove(replaced)
             complete = sorted(filter(is_complete, Path(out_dir).glob("checkpoint-*")), key=_step)
             for later in [folder for folder in complete if _step(folder) > step]:
                 # the run went back to an older checkpoint: "auto" must not return to the branch it left
@@ -240,14 +254,14 @@ def save(
                 os.rename(later, abandoned)
                 print(f"{later} is of steps that are taken again: now {abandoned}")
             for old in [folder for folder in complete if _step(folder) <= step][: -cfg.keep_checkpoints]:
-                storage.remove(old)
+                storage.remove(_aside(old))
 
 
-def _free(folder: str) -> str:
-    try:
-        return f"{shutil.disk_usage(folder).free / 2**30:.1f} GiB"
-    except OSError as error:
-        return f"? GiB ({error.strerror})"
+def _aside(folder: Path) -> Path:
+    """Renames a checkpoint to go: a kill while it is deleted leaves no half of one; the next save deletes it."""
+    aside = folder.with_name(f".writing-old-{folder.name}")
+    os.rename(folder, aside)
+    return aside
 
 
 def reference(folder: Path | None, cfg: Any) -> str:
@@ -274,19 +288,24 @@ def notes(folder: Path | None) -> dict[str, Any]:
     return json.loads((folder / STATE).read_text()).get("notes", {}) if folder else {}
 
 
-def unscored(folder: Path | None, device: torch.device) -> RolloutBatch | None:
+def unscored(folder: Path | None, device: torch.device, cfg: Any) -> RolloutBatch | None:
     """The completions of the next step, if the run was saved because they could not be scored.
 
     Args:
         folder: a complete checkpoint, or None.
         device: of the policy.
+        cfg: the present Config.
 
     Returns:
-        Those of this rank. None if there are none, or if they are of another number of ranks: they are sampled again.
+        Those of this rank. None if there are none, or if the run has other settings or another number of ranks by now:
+        they are sampled again, since they may be of other prompts, or of groups of another size.
     """
     if folder is None or not (folder / ROLLOUT).is_file():
         return None
-    if json.loads((folder / STATE).read_text())["num_ranks"] != distributed.num_ranks():
+    state = json.loads((folder / STATE).read_text())
+    changed = [line for line in config.changed(state["config"], cfg) if line.partition(":")[0] not in NOT_SAMPLING]
+    if changed or state["num_ranks"] != distributed.num_ranks():
+        distributed.print_main(f"{folder} holds completions sampled with other settings or ranks: sampled again")
         return None
     prefix = f"rank{distributed.rank()}/"
     with safe_open(folder / ROLLOUT, "pt") as file:
@@ -313,11 +332,22 @@ def load(folder: Path, optimizer: AdamW, cfg: Any) -> tuple[int, int]:
     state = json.loads((folder / STATE).read_text())
     for name in ("policy_model", "student_model"):
         was, now = state["config"].get(name), getattr(cfg, name, None)
+        if (was is None) != (now is None):
+            raise ValueError(
+                f"resume from {folder}: it has {'no ' if was is None else ''}{name}, so another kind of script saved "
+                "it; give a checkpoint of this kind, or name that folder as the model to begin with"
+            )
         if was != now:
             raise ValueError(
                 f"{name} = {now!r}: {folder} was trained from {was!r}; give another out_dir, or set {name} back (to go "
                 f"on from a checkpoint with other settings, name its folder as {name})"
             )
+    was, now = state["config"].get("lora_rank", 0), getattr(cfg, "lora_rank", 0)
+    if bool(was) != bool(now):
+        raise ValueError(
+            f"lora_rank = {now}: {folder} was trained with lora_rank = {was}, and its optimizer state is of those "
+            f"weights; set it back to {was}, or give another out_dir and name that folder as the model to begin with"
+        )
     optimizer_state = load_file(folder / "optimizer.safetensors")
     for name, value in optimizer_state.items():
         ends = torch.stack(torch.aminmax(value)) if value.numel() else torch.zeros(1)  # NaN passes through
@@ -356,10 +386,14 @@ def keep_batch(out_dir: str, step: int, micros: list[RolloutBatch]) -> Iterator[
     try:
         yield
     except FloatingPointError as error:
-        Path(out_dir).mkdir(parents=True, exist_ok=True)  # a rank on another machine
         path = Path(out_dir) / f"not_finite-step{step:06d}-rank{distributed.rank()}.safetensors"
-        save_file({f"micro{i}/{k}": v for i, micro in enumerate(micros) for k, v in _tensors(micro).items()}, path)
-        raise FloatingPointError(f"step {step}: {error}; the batch is in {path}") from error
+        where = f"is in {path}"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)  # a rank on another machine
+            save_file({f"micro{i}/{k}": v for i, micro in enumerate(micros) for k, v in _tensors(micro).items()}, path)
+        except (OSError, SafetensorError) as failure:  # what stopped the run must be the error that is read last
+            where = f"could not be kept ({failure})"
+        raise FloatingPointError(f"step {step}: {error}; the batch {where}") from error
 
 
 def _tensors(batch: RolloutBatch) -> dict[str, torch.Tensor]:

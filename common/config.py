@@ -124,7 +124,7 @@ def check(cfg: Any) -> None:
     one_of(cfg, optimizer_offload=optim.OFFLOAD)
     at_least(cfg, 0, "memory_limit")
     lora.check(cfg)
-    sampling.Sampling(1.0, cfg.top_p, cfg.top_k, cfg.min_p)  # has rules of its own
+    sampling.Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.min_p)  # has rules of its own
     rows = cfg.batch_size * cfg.group_size
     require(
         rows >= cfg.num_minibatches,

@@ -117,7 +117,7 @@ def _meeting() -> Iterator[None]:
         _peers.arrive()
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):  # of this rank
         raise
     except RuntimeError as error:  # what every backend raises
         missing = _peers.missing() if _peers is not None else ""

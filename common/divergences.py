@@ -18,6 +18,8 @@ import math
 
 import torch
 
+from common.sampling import COLDEST
+
 LOWEST = -1e4  # nats; a log-probability of -inf becomes this: times a probability of 0 it is 0, where -inf gives NaN
 SMALLEST_TAIL = 1e-7  # mass of all tokens outside the top k, at least: what is left of 1 in fp32
 
@@ -85,7 +87,8 @@ def check(beta: float, temperature: float) -> None:
 
     Args:
         beta: in [0, 1].
-        temperature: above 0 and finite: at infinity all distributions are the uniform one, and nothing is learned.
+        temperature: finite: at infinity all distributions are the uniform one, and nothing is learned; and at least
+            COLDEST.
 
     Raises:
         ValueError: one of them is not, or is no number.
@@ -93,8 +96,9 @@ def check(beta: float, temperature: float) -> None:
     number = (int, float)
     if not isinstance(beta, number) or not 0.0 <= beta <= 1.0:
         raise ValueError(f"beta = {beta!r}: must be in [0, 1]; 0 is the forward KL, 1 the reverse KL")
-    if not isinstance(temperature, number) or not 0.0 < temperature < math.inf:
-        raise ValueError(f"temperature = {temperature!r}: must be above 0, finite; 1 leaves the logits as they are")
+    if not isinstance(temperature, number) or not COLDEST <= temperature < math.inf:
+        rule = f"must be above 0, finite, and at least {COLDEST}: logits divided by less overflow"
+        raise ValueError(f"temperature = {temperature!r}: {rule}; 1 leaves them as they are")
 
 
 def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:

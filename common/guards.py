@@ -47,7 +47,7 @@ class Watch:
         Raises:
             ValueError: a range that holds nothing.
         """
-        self._ranges = {name: _range(name, *limits) for name, limits in guards.items() if cfg.on_collapse != "off"}
+        self._ranges = {name: _range(name, limits) for name, limits in guards.items() if cfg.on_collapse != "off"}
         self._cfg, self._log, self._spelled, self.collapsed = cfg, log, False, ""
         self._outside: dict[str, list[tuple[int, float]]] = {name: [] for name in self._ranges}
         if distributed.rank() == 0 and self._ranges and start:  # the others may not see the file
@@ -117,10 +117,12 @@ class Watch:
         return [name for name in self._ranges if name in lasted and self._outside[name][-1][0] == line["step"]]
 
 
-def _range(name: str, least: float | None, most: float | None) -> tuple[float, float]:
+def _range(name: str, limits: Any) -> tuple[float, float]:
     """Limits as numbers, in which None is none."""
-    least, most = -math.inf if least is None else least, math.inf if most is None else most
-    require(least <= most, f"GUARDS has {name!r}: ({least}, {most})", "must be (least, most)", "None is no limit")
+    pair = limits if isinstance(limits, (tuple, list)) and len(limits) == 2 else ("", "")
+    least, most = (end if limit is None else limit for limit, end in zip(pair, (-math.inf, math.inf), strict=True))
+    holds = all(isinstance(limit, (int, float)) for limit in (least, most)) and least <= most
+    require(holds, f"GUARDS has {name!r}: {limits!r}", "must be (least, most), two numbers", "None is no limit")
     return least, most
 
 

@@ -30,6 +30,16 @@ def _rows(lengths_m: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tens
     return row_N, torch.arange(total, device=device) - begin_m[row_N]
 
 
+def learned_places(model: nn.Module) -> int | None:
+    """How many tokens a sequence may have, where positions are learned; rotary ones go on, less well: None.
+
+    Args:
+        model: a transformers causal language model, wrapped by peft or not.
+    """
+    places = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return None if any("rotary" in type(module).__name__.lower() for module in model.modules()) else places
+
+
 class LogProbs(nn.Module):
     """A policy as the losses see it: tokens in, log-probabilities [m, C] out.
 
@@ -73,7 +83,7 @@ class LogProbs(nn.Module):
         self.suppressed_ids = torch.tensor(list(suppressed_ids), device=head.weight.device) if suppressed_ids else None
         support = attention.install(model)
         self.packed = not support.reason
-        self.window = support.window
+        self.window, self.places = support.window, learned_places(model)
         # on a CPU it would take a C++ compiler and a minute, and gain little
         self.compiled = compile and head.weight.is_cuda
         if self.compiled:
@@ -136,11 +146,17 @@ class LogProbs(nn.Module):
             [N, H], and the row and column of each of the N tokens, [N] int64 both.
 
         Raises:
-            ValueError: the images are of other prompts.
+            ValueError: the images are of other prompts, or a sequence has more tokens than there are learned positions.
         """
         (m, Q), device = prompt_ids.shape, prompt_ids.device
         prompt_m, completion_m = (x if x.dim() == 1 else x.sum(1) for x in (prompt_mask, completion_mask))
         lengths, completions = torch.stack([prompt_m + completion_m, completion_m]).tolist()
+        if self.places is not None and (longest := max(lengths)) > self.places:
+            # an embedding read behind its end would be an IndexError, and on a GPU the end of the process
+            raise ValueError(
+                f"row {lengths.index(longest)} of a batch has {longest} tokens, prompt and completion, but the model "
+                f"has {self.places} positions; lower max_prompt_tokens or max_new_tokens"
+            )
         prompt_m, completion_m = (x.to(device, non_blocking=True) for x in (prompt_m, completion_m))
         length_m, padding_m = prompt_m + completion_m, Q - prompt_m
         ids_mT = torch.cat([prompt_ids, completion_ids], dim=1)

@@ -230,6 +230,13 @@ def wrap_saved(model: PreTrainedModel, source: str) -> nn.Module:
     config = peft.LoraConfig.from_pretrained(source)
     config.inference_mode, config.base_model_name_or_path, config.lora_dropout = False, None, 0.0
     model = _wrap(model, config)
+    folder = Path(source)
+    require(
+        not folder.is_dir() or any(folder.glob("adapter_model.*")),
+        f"adapters in {source}",
+        "adapter_model.safetensors is missing beside adapter_config.json",
+        "copy the whole folder",
+    )
     result = peft.set_peft_model_state_dict(model, load_peft_weights(source, device="cpu"))
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     odd = sorted(trained & set(result.missing_keys)) + sorted(result.unexpected_keys)

@@ -231,14 +231,15 @@ class Log:
         if not self.is_main:
             return
         group_size = len(completions) // len(examples)
-        with open(self.out_dir / "samples.jsonl", "a", encoding="utf-8", errors="backslashreplace") as file:
-            for i, example in enumerate(examples[:NUM_SAMPLES]):
-                completion, reward = completions[i * group_size], rewards[i * group_size]
-                line = {"step": step, "prompt": example.prompt, "completion": completion, "answer": example.answer}
-                line |= {"id": example.columns["id"]} if "id" in example.columns else {}
-                file.write(json.dumps({**line, "reward": _finite(reward)}, ensure_ascii=False) + "\n")
-                if show:
-                    self.say(f"step {step}, reward {reward:.3g}, answer {example.answer!r}: {completion!r}")
+        lines = []
+        for i, example in enumerate(examples[:NUM_SAMPLES]):
+            completion, reward = completions[i * group_size], rewards[i * group_size]
+            line = {"step": step, "prompt": example.prompt, "completion": completion, "answer": example.answer}
+            line |= {"id": example.columns["id"]} if "id" in example.columns else {}
+            lines.append(json.dumps({**line, "reward": _finite(reward)}, ensure_ascii=False) + "\n")
+            if show:
+                self.say(f"step {step}, reward {reward:.3g}, answer {example.answer!r}: {completion!r}")
+        storage.append(self.out_dir / "samples.jsonl", "".join(lines))
 
     def say(self, text: str) -> None:
         """Prints a line without tearing the progress bar."""
@@ -266,11 +267,28 @@ class Log:
 
     def _write(self, line: dict[str, Any]) -> None:
         line = {name: _finite(value) for name, value in line.items()}
-        with open(self.out_dir / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
+        storage.append(self.out_dir / "metrics.jsonl", json.dumps(line, allow_nan=False) + "\n")
         for name, value in line.items():
             if isinstance(value, float):
                 self._board.add_scalar(name, value, line["step"])
+
+
+def mean_scored(parts: Iterable[torch.Tensor]) -> float:
+    """Mean reward of an evaluation, over all ranks; says how many completions have none; a collective.
+
+    Args:
+        parts: [E] fp32 each, NaN for completions that were not scored; a rank may have none.
+
+    Returns:
+        The mean; NaN if nothing was scored.
+    """
+    parts = list(parts)
+    total = distributed.sum_over_ranks(sum(part.nansum().item() for part in parts))
+    missing = distributed.sum_over_ranks(sum(int(part.isnan().sum()) for part in parts))
+    count = distributed.sum_over_ranks(sum(map(len, parts))) - missing
+    if missing:
+        distributed.print_main(f"warning: evaluation: {missing} of {missing + count} rewards are NaN and left out")
+    return total / count if count else float("nan")
 
 
 def _to_host(values: list[float | torch.Tensor]) -> list[float]:
@@ -292,7 +310,7 @@ def _by_name(keys: Iterable[tuple[str, Any]], numbers: Iterator[float]) -> dict[
 
 
 def keep_lines(path: Path, last_step: int) -> None:
-    """Drops the lines of a JSONL file that a resumed run will write again, and a line cut off by a kill.
+    """Drops the lines of a JSONL file that a resumed run will write again, and a line cut off by a kill; says both.
 
     Args:
         path: the file; it may be absent.
@@ -300,16 +318,19 @@ def keep_lines(path: Path, last_step: int) -> None:
     """
     if not path.exists():
         return
-    kept = []
+    kept, again = [], 0
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             keep = json.loads(line)["step"] <= last_step
-        except (ValueError, KeyError, TypeError):  # the run was killed while it wrote this, or it is not ours
+            again += not keep
+        except (ValueError, KeyError, TypeError, RecursionError):  # a kill cut it off, or it is not ours
             keep = False
             if line:
                 print(f"warning: {path}: a line that is not one of a step is dropped: {line[:80]!r}")
         if keep:
             kept.append(line + "\n")
+    if again:
+        print(f"{path}: removed {again} lines of steps that are taken again")
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(kept), encoding="utf-8")
     storage.sync(temporary)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jinja2
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -247,16 +247,23 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) ->
         model: the policy.
 
     Returns:
-        Sorted token ids, at least one.
+        Sorted token ids, at least one; those that the policy has no logits for are left out, with a warning.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or one is no whole number.
     """
-    ids = set()
+    ids: set[Any] = set()
     config = model.config.get_text_config()  # of a model that reads images; otherwise the config itself
     for value in (tokenizer.eos_token_id, config.eos_token_id, model.generation_config.eos_token_id):
-        ids.update(value if isinstance(value, (list, tuple)) else [value])
-    ids.discard(None)
+        given = [v for v in (value if isinstance(value, (list, tuple)) else [value]) if v is not None]
+        odd = [v for v in given if not isinstance(v, int)]
+        require(not odd, f"eos_token_id = {value!r}", "must be token ids, whole numbers",
+                "correct it in config.json and generation_config.json of the model")  # fmt: skip
+        ids.update(given)
+    size = model.get_output_embeddings().weight.shape[0]
+    if beyond := sorted(i for i in ids if not 0 <= i < size):
+        print_main(f"warning: end tokens {beyond} are left out: the policy has logits for tokens 0 to {size - 1}")
+        ids -= set(beyond)
     if not ids:
         raise ValueError("tokenizer and model name no end token: set tokenizer.eos_token, or no completion ever ends")
     turn_end = _turn_end(tokenizer)
@@ -434,9 +441,21 @@ def _read(name: str, dtype: torch.dtype, bits: int = 0, **options: Any) -> PreTr
         if bits and is_vlm:
             options["quantization_config"].llm_int8_skip_modules = ["visual", "lm_head"]
         kind = AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM
-        model = kind.from_pretrained(source, dtype=dtype, trust_remote_code=False, **options)
+        safe = {"trust_remote_code": False, "output_loading_info": True}
+        model, found = kind.from_pretrained(source, dtype=dtype, **safe, **options)
     except (OSError, ValueError) as error:
         raise ValueError(f"{_not_found(name)} ({error})") from error
+    except SafetensorError as error:
+        raise ValueError(
+            f"model {name!r}: a file of its weights is cut off or damaged ({error}); copy or download it again"
+        ) from error
+    missing = sorted(found["missing_keys"])  # transformers fills them with random numbers
+    require(
+        not missing,
+        f"model {name!r}",
+        f"its files lack {len(missing)} weights, such as {missing[:1]}",
+        "copy or download it again, or name a model of this kind",
+    )
     _switch_dropout_off(model)
     return model
 

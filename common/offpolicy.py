@@ -214,6 +214,6 @@ def _parsed(line: bytes) -> dict[str, Any]:
     """A line of a file; empty if it is none."""
     try:
         row = json.loads(line)
-    except ValueError:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError):  # not JSON, or not UTF-8
         return {}
     return row if isinstance(row, dict) else {}

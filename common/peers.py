@@ -13,7 +13,7 @@ EXIT_SECONDS = 3.0  # a killed process closes its connections before it is gone
 class Peers:
     """What the ranks know of one another, in the store that they met at: host and process, and how far each has come.
 
-    Nothing in it waits: it is asked when a collective has failed.
+    It is asked when a collective has failed.
     """
 
     def __init__(self, rank: int, num_ranks: int, store: dist.Store, timeout_minutes: float):
@@ -27,6 +27,7 @@ class Peers:
         """
         self.rank, self.num_ranks, self.store, self.timeout_minutes = rank, num_ranks, store, timeout_minutes
         self.count = 0
+        self.store.set(f"meeting{rank}", "0")  # before the other: `missing` must not wait for a name that is not there
         self.store.set(f"process{rank}", f"{os.getpid()} {socket.gethostname()}")
 
     def arrive(self) -> None:
@@ -40,6 +41,8 @@ class Peers:
         A rank on another machine cannot be seen, only that it did not come.
         """
         try:
+            if not self.store.check([f"process{rank}" for rank in range(self.num_ranks)]):
+                return "a rank did not come as far as its first meeting"
             processes = [self.store.get(f"process{rank}").decode().split(" ", 1) for rank in range(self.num_ranks)]
             counts = [int(self.store.get(f"meeting{rank}")) for rank in range(self.num_ranks)]
         except RuntimeError:  # torch.distributed.DistError: the rank that kept the store is gone, and what it knew

@@ -96,10 +96,10 @@ def length_reward(target: int, width: int | None = None, tokenizer: Any = None) 
         tokenizer: counts the tokens if the column `completion_tokens` is missing.
 
     Raises:
-        ValueError: target or width below 1; when called, neither the column nor a tokenizer.
+        ValueError: target or width below 1 or not finite; when called, neither the column nor a tokenizer.
     """
     width = target if width is None else width
-    if target < 1 or width < 1:
+    if not 1 <= target < math.inf or not 1 <= width < math.inf:
         raise ValueError(f"target = {target}, width = {width}: both are numbers of tokens, at least 1")
 
     def length_reward(

@@ -23,6 +23,7 @@ from common.config import require
 from common.distributed import print_main
 from common.engine import Engine
 from common.images import Images, is_vlm
+from common.logprobs import learned_places
 from common.sampling import Sampling
 
 PROMPT = ("prompt_ids", "prompt_mask")  # fields with a column per prompt token; others have one per completion token
@@ -322,10 +323,9 @@ class Sampler:
             FloatingPointError: the policy gave something that is not finite.
             HopelessError: memory does not suffice for one group at a time; as long as more than one do not fit, fewer
                 are decoded at once, which gives the same completions.
-            ValueError: the images are not those of the prompts, or the policy has no positions for the longest prompt
-                and its completions.
+            ValueError: the images are not those of the prompts; or as `require_fit`.
         """
-        self._require_places(max(map(len, prompts)) + self.max_new_tokens)
+        self.require_fit(prompts)
         if images is not None:
             images.check([len(ids) for ids in prompts])
         elif is_vlm(self.replicas[0].config):
@@ -384,12 +384,28 @@ class Sampler:
         ids = self.end_ids, self.suppressed_ids
         return fallback.decode(self.replicas[replica], *work, *ids, self.rollout_batch, images)
 
-    def _require_places(self, longest: int) -> None:
-        """Refuses sequences with more tokens than there are learned positions; rotary ones go on, less well."""
+    def require_fit(self, prompts: Sequence[list[int]]) -> None:
+        """Requires prompts that the policy can read: at the start of a run of all, not at step 1,000 of one.
+
+        Args:
+            prompts: their token ids.
+
+        Raises:
+            ValueError: a token is none of the policy's, or it has learned positions, too few for the longest prompt and
+                its completions. Rotary ones go on, less well: that is said once.
+        """
+        size = self.replicas[0].get_input_embeddings().num_embeddings
+        highest = [max(ids) for ids in prompts]
+        if (token := max(highest)) >= size:
+            raise ValueError(
+                f"prompt {highest.index(token)} of {len(prompts)} has token {token}, but the policy has {size}: its "
+                "tokenizer has more; take the tokenizer that belongs to it, or resize its embeddings and save both"
+            )
+        longest = max(map(len, prompts)) + self.max_new_tokens
         places = getattr(self.replicas[0].config.get_text_config(), "max_position_embeddings", None)
         if places is None or longest <= places or self.said_places:
             return
-        rotary = any("rotary" in type(module).__name__.lower() for module in self.replicas[0].modules())
+        rotary = learned_places(self.replicas[0]) is None
         what = f"sequences of up to {longest} tokens (prompt and max_new_tokens)"
         # an embedding read behind its end would be an IndexError, and on a GPU the end of the process
         require(rotary, what, f"the policy has {places} positions", "lower max_prompt_tokens or max_new_tokens")

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 BLOCK = 128  # tokens whose probabilities are summed first; a draw looks into one block only
+COLDEST = 1e-6  # a temperature at which one token has all of the probability already
 LOWEST = -1e30  # stands for minus infinity where that would give inf - inf
 
 
@@ -33,8 +34,10 @@ class Sampling:
     min_new_tokens: int = 0
 
     def __post_init__(self):
-        rules = {"temperature": (self.temperature >= 0, "0 or more"), "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-                 "top_k": (self.top_k >= 0, "0 or more"), "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
+        warm = self.temperature == 0 or self.temperature >= COLDEST
+        rules = {"temperature": (warm, f"0, or {COLDEST} or more: logits divided by less overflow"),
+                 "top_p": (0 < self.top_p <= 1, "in (0, 1]"), "top_k": (self.top_k >= 0, "0 or more"),
+                 "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
                  "min_new_tokens": (self.min_new_tokens >= 0, "0 or more")}  # fmt: skip
         for name, (kept, rule) in rules.items():
             if not kept:

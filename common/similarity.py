@@ -57,8 +57,11 @@ def cluster(embeddings: torch.Tensor, threshold: float) -> torch.Tensor:
         [n] int64, numbers from 0 in the order of first appearance.
 
     Raises:
+        ValueError: the threshold is NaN.
         FloatingPointError: an embedding is not finite.
     """
+    if math.isnan(threshold):
+        raise ValueError(f"threshold = {threshold}: must be a cosine, such as 0.9")
     distinct, places, zero = _distinct(embeddings)
     groups = np.arange(len(places))
     if threshold <= 1 and len(places):

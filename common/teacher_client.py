@@ -15,6 +15,7 @@ import torch
 
 from common.config import require
 from common.rollout import RolloutBatch
+from common.sampling import COLDEST
 from common.service import Service, pack, unpack
 
 PROTOCOL = 1  # changes with the meaning of requests or answers
@@ -98,7 +99,8 @@ class RemoteTeacher:
             ValueError: it sends fewer than `top_k` tokens, or is no teacher of this version.
         """
         require(top_k >= 0, f"top_k = {top_k}", "must be 0 or more", "0 asks for the whole vocabulary")
-        require(0 < temperature < math.inf, f"temperature = {temperature}", "must be above 0, finite", "1 is usual")
+        require(COLDEST <= temperature < math.inf, f"temperature = {temperature}",
+                f"must be above 0, finite, and at least {COLDEST}", "1 is usual")  # fmt: skip
         token = os.environ.get("RL_HAND_TEACHER_TOKEN", "") if token is None else token
         self.service = Service(url, token=token, timeout_s=timeout_s, patience_s=patience_s, workers=workers,
                                max_answer=MAX_ANSWER)  # fmt: skip
@@ -119,8 +121,10 @@ class RemoteTeacher:
 
     def vocabulary(self) -> dict[str, int]:
         """Ids by token, of the teacher's tokenizer."""
-        found = json.loads(self.service.get("/vocabulary"))
-        if vocabulary_hash(found) != self.tokenizer_hash:  # a part of it would agree with every tokenizer
+        found = _object(self.service.get("/vocabulary"))
+        numbers = all(type(id_) is int for id_ in found.values())
+        # a part of it would agree with every tokenizer
+        if not numbers or vocabulary_hash(found) != self.tokenizer_hash:
             raise ValueError(f"{self.service.url}: a vocabulary of {len(found)} tokens, which is not that of /info")
         return found
 
@@ -310,17 +314,22 @@ class RemoteTeacher:
 
 def _read_info(url: str, body: bytes) -> dict[str, Any]:
     """What a server says of itself, if it is a teacher of this version."""
-    try:
-        info = json.loads(body)
-    except ValueError:  # another service, or a page of a proxy
-        info = None
-    info = info if isinstance(info, dict) else {}
+    info = _object(body)
     given, remedy = info.get("protocol"), "give the address of gkd/teacher_server.py, of the version of this script"
     require(given == PROTOCOL, f"{url}: /info begins {body[:40]!r}, protocol {given}", f"must be {PROTOCOL}", remedy)
     for name, kind in INFO.items():
         require(type(info.get(name)) is kind, f"{url}: /info says {name} = {info.get(name)!r}",
                 f"must be of type {kind.__name__}", remedy)  # fmt: skip
     return info
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    """An object of JSON; empty if the body is none, but of another service, or a page of a proxy."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _sampled(micro: RolloutBatch) -> torch.Tensor:

@@ -17,10 +17,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common import distillation, divergences, head, models, rollout, service, teacher_client, teachers
 from common.config import require
+from common.sampling import COLDEST
 
 MAX_ANSWER = 2**31  # bytes of an answer
 MAX_SEQUENCES = 2**16  # of a request: each takes some kilobytes and microseconds, however short it is
 FORMAT = "`read` in common/teacher_worker.py"  # where the format of requests is described
+OPTIONS = {"shared", "temperature", "deadline_seconds", "top_k", "seed", "max_new_tokens"}  # of requests
 MOST_SAMPLERS = 2  # lengths of completions whose sampler is kept: each has a cache in the memory of the GPU
 
 
@@ -72,6 +74,7 @@ class Teacher:
         self.cfg, self.state, self.info, self.counts = cfg, "loading", {}, Counter()
         self.waiting: deque[Job] = deque()
         self.busy = False
+        self._too_late = math.inf  # time.monotonic() after which nobody waits for what the model works at
         self.samplers: dict[tuple[int, int], rollout.Sampler] = {}
         self._changed = threading.Condition()
 
@@ -139,6 +142,11 @@ class Teacher:
             self._changed.notify()
         return job.future
 
+    @property
+    def late(self) -> float:
+        """Seconds for which nobody has waited any more for what the model works at; below 0: somebody does."""
+        return time.monotonic() - self._too_late
+
     def drain(self) -> None:
         """No new request is taken any more; `work` returns when those that wait are answered."""
         with self._changed:
@@ -149,6 +157,7 @@ class Teacher:
         """Answers requests until `drain`."""
         while jobs := self._take():
             start, self.busy = time.monotonic(), True
+            self._too_late = max(start + self.cfg.deadline_seconds, *(job.deadline for job in jobs))
             try:
                 self.answer(jobs)
             except torch.OutOfMemoryError as error:
@@ -161,7 +170,7 @@ class Teacher:
                 raise
             except Exception as error:  # the client hears of it, and the next request may be another
                 _fail(jobs, Refused(500, f"{type(error).__name__}: {error}"))
-            self.busy = False
+            self.busy, self._too_late = False, math.inf
             self.counts["batches"] += 1
             self.counts["sequences"] += sum(len(job.prompts) for job in jobs)
             self.counts["tokens"] += sum(job.size for job in jobs)
@@ -293,6 +302,8 @@ def read(path: str, body: bytes, teacher: Teacher) -> Job:
         got = "nothing" if x is None else f"{x.dtype} {list(x.shape)}"
         good = x is not None and x.dtype == dtype and x.ndim == 1
         require(good, f"{name}: {got}", f"must be {dtype} of one dimension", f"see {FORMAT}")
+    for name in said.keys() - OPTIONS:  # or a word that is spelled wrong would quietly have its default
+        raise ValueError(f"option {name!r:.80}: must be one of {', '.join(sorted(OPTIONS))}; see {FORMAT}")
     info, tokens, prompts = teacher.info, tensors["tokens"], tensors["prompt_lengths"].long()
     new = 0 if scored else _option(said, "max_new_tokens", 0, int)
     V, limit, m = info["vocabulary_size"], info["max_tokens"], len(prompts)
@@ -314,8 +325,9 @@ def read(path: str, body: bytes, teacher: Teacher) -> Job:
     require(low >= 0 and high < V, f"token ids from {low} to {high}", f"must be from 0 to {V - 1}",
             "translate them to the tokenizer of this teacher")  # fmt: skip
     require(0 < shared <= V, f"shared = {shared}", f"must be from 1 to {V}", "leave it out for all")
-    warm = temperature > 0 or (not scored and temperature == 0)
-    require(warm and temperature < math.inf, f"temperature = {temperature}", "must be above 0", "1 changes nothing")
+    warm = temperature >= COLDEST or (not scored and temperature == 0)
+    require(warm and temperature < math.inf, f"temperature = {temperature}",
+            f"must be finite and at least {COLDEST}: logits divided by less overflow", "1 changes nothing")  # fmt: skip
     require(seconds > 0, f"deadline_seconds = {seconds}", "must be above 0", "raise it")
 
     pieces = tokens.long().split(lengths.flatten().tolist())

@@ -187,6 +187,25 @@ def agree(
     return teacher.shared
 
 
+def require_same(teacher: Any, notes: dict[str, Any]) -> None:
+    """Refuses to go on from a checkpoint with another teacher: nothing in the curves would tell.
+
+    Args:
+        teacher: a `LocalTeacher` or a `RemoteTeacher`.
+        notes: of the checkpoint; empty for a new run.
+
+    Raises:
+        ValueError: the weights are others.
+    """
+    was = notes.get("teacher", teacher.weights)  # not in checkpoints of older versions
+    require(
+        was == teacher.weights,
+        f"the teacher {teacher.name!r} has the weights {teacher.weights[:12]}",
+        f"must be those that this run began with, {was[:12]}: a run has one teacher",
+        "give that one, in the same dtype; or start anew in another out_dir, with the checkpoint as student_model",
+    )
+
+
 def require_shared(examples: Iterable[Example], shared: int) -> None:
     """Refuses prompts with token ids that one of the two does not have.
 

@@ -256,6 +256,7 @@ def main(cfg: Config) -> None:
     with checkpoint.save_on_outage(), distributed.together("load the teacher"):
         teacher = load_teacher(cfg, gpus.teacher)
         shared = teachers.agree(teacher, tokenizer, num_ids, cfg.allow_other_template)
+        teachers.require_same(teacher, checkpoint.notes(resumed))
 
     def seen(model):
         if cfg.loss == "opd":
@@ -301,7 +302,8 @@ def main(cfg: Config) -> None:
 
     def save():
         with log.time_save(done):
-            checkpoint.save(cfg.out_dir, done, whole, tokenizer, optimizer, position, cfg)
+            checkpoint.save(cfg.out_dir, done, whole, tokenizer, optimizer, position, cfg,
+                            notes={"teacher": teacher.weights})  # fmt: skip
 
     with (
         checkpoint.stop_on_signal() as stop,

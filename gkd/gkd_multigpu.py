@@ -252,6 +252,7 @@ def main(cfg: Config) -> None:
     with checkpoint.save_on_outage(), distributed.together("load the teacher"):
         teacher = load_teacher(cfg, gpus.teacher)
         shared = teachers.agree(teacher, tokenizer, num_ids, cfg.allow_other_template)
+        teachers.require_same(teacher, checkpoint.notes(resumed))
     # hybrid: the replicas that are trained sample; separate: copies on other GPUs do
     replicas = models.replicate(model, (*gpus.student, *(gpus.rollout or ())), len(gpus.student))
     trained, copies = replicas[: len(gpus.student)], replicas[len(gpus.student) :]
@@ -307,7 +308,8 @@ def main(cfg: Config) -> None:
 
     def save():
         with log.time_save(done):
-            checkpoint.save(cfg.out_dir, done, model, tokenizer, optimizer, position, cfg)
+            checkpoint.save(cfg.out_dir, done, model, tokenizer, optimizer, position, cfg,
+                            notes={"teacher": teacher.weights})  # fmt: skip
 
     ahead = None
     with (

@@ -101,6 +101,8 @@ def create_app(teacher: Teacher) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
+        if teacher.late > 0:
+            return JSONResponse({"status": "stuck: the model is at work for longer than anybody waits"}, 503)
         return JSONResponse({"status": teacher.state}, 200 if teacher.state == "ready" else 503)
 
     @app.get("/info")
@@ -186,6 +188,7 @@ def main(cfg: Config) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
+    serving.end_when_stuck(lambda: teacher.late, cfg.deadline_seconds)
     try:
         teacher.load()
         print(f"teacher {cfg.teacher_model}: ready, {address}, {', '.join(map(str, teacher.devices))}", flush=True)

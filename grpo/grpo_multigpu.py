@@ -231,14 +231,12 @@ def resample(examples_P, batch, scoring, prompts, sampler, tokenizer, judge, cfg
 # [copy]
 def evaluate(sampler, examples, tokenizer, judge, cfg):
     """Mean reward of greedy completions, over the examples of all ranks."""
-    total, count, size = 0.0, 0, cfg.batch_size * cfg.group_size
+    rewards_E, size = [], cfg.batch_size * cfg.group_size
     with distributed.together("evaluate"):
         for part in [examples[i : i + size] for i in range(0, len(examples), size)]:
             batch = sampler.generate([e.prompt_ids for e in part], group_size=1, temperature=0)
-            rewards_E = score(part, batch, tokenizer, judge, cfg).rewards
-            total, count = total + rewards_E.nansum().item(), count + int((~rewards_E.isnan()).sum())
-    total, count = distributed.sum_over_ranks(total), distributed.sum_over_ranks(count)
-    return total / count if count else float("nan")
+            rewards_E.append(score(part, batch, tokenizer, judge, cfg).rewards)
+    return metrics.mean_scored(rewards_E)
 
 
 def main(cfg: Config) -> None:
@@ -280,6 +278,7 @@ def main(cfg: Config) -> None:
         max_new_tokens=cfg.max_new_tokens, min_new_tokens=cfg.min_new_tokens, top_p=cfg.top_p, top_k=cfg.top_k,
         min_p=cfg.min_p, rollout_batch=cfg.rollout_batch, compile=cfg.compile,
     )  # fmt: skip
+    sampler.require_fit([e.prompt_ids for e in train_examples])
     start, position = checkpoint.load(resumed, optimizer, cfg) if resumed else (0, 0)
     if start >= cfg.steps:
         print(f"{resumed} has all {cfg.steps} steps: raise steps to go on, or give another out_dir")
@@ -288,7 +287,7 @@ def main(cfg: Config) -> None:
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
     watch = guards.Watch(GUARDS, cfg, log, start)
     budget = memory.Budget(cfg.micro_batch_tokens, str(planned), release=sampler.release)
-    done, position, batch, unscored = start, prompts.position, None, checkpoint.unscored(resumed, home)
+    done, position, batch, unscored = start, prompts.position, None, checkpoint.unscored(resumed, home, cfg)
 
     def save(rollout=None):
         notes = {"reward_service": judge.fingerprint} if cfg.reward_url else {}

@@ -8,6 +8,7 @@ The first and the last layer always stay: they fit the embedding and the head, w
 
 import argparse
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -75,8 +76,12 @@ def main(argv: list[str] | None = None) -> None:
     total = model.config.num_hidden_layers
     before = model.num_parameters()
     numbers = drop_layers(model, args.keep or max(2, -(-total // 2)))
-    model.save_pretrained(args.student)
-    models.load_tokenizer(args.teacher).save_pretrained(args.student)
+    tokenizer, student = models.load_tokenizer(args.teacher), Path(args.student)
+    student.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".drop-", dir=student.parent) as scratch:  # it appears when it is whole
+        model.save_pretrained(f"{scratch}/model")
+        tokenizer.save_pretrained(f"{scratch}/model")
+        Path(scratch, "model").replace(student)
     print(
         f"{len(numbers)} of {total} layers ({', '.join(map(str, numbers))}), {model.num_parameters() / 1e6:.1f} of "
         f"{before / 1e6:.1f} M parameters: {args.student}"

@@ -110,6 +110,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
     parser.add_argument("--out", default="", help="JSONL file for prompts, completions and rewards")
     args = parser.parse_args(argv)
+    for name, least in (("examples", 0), ("samples", 0), ("max_new_tokens", 1), ("batch_size", 1)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name} {getattr(args, name)}: must be at least {least}")
+    out = Path(args.out or "-")
+    if args.out and (out.is_dir() or not out.absolute().parent.is_dir()):  # now, not after an hour of sampling
+        parser.error(f"--out {out}: must be a file in a folder that exists; make the folder, or choose another name")
 
     tokenizer, model = models.load_policy(args.model, torch.device(args.device), args.dtype)
     examples = data.load_examples(
@@ -156,11 +162,13 @@ def main(argv: list[str] | None = None) -> None:
         groups = [lines[i * group_size : (i + 1) * group_size] for i in scored.nonzero().flatten().tolist()]
         result |= sample_metrics(groups, group_size)
     if args.out:
-        with open(args.out, "w", encoding="utf-8", errors="backslashreplace") as file:
+        partial = out.with_name(f"{out.name}.partial")  # an earlier file stays until this one is whole
+        with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
             for line in lines:
                 # a gold answer that cannot be graded has no score, and JSON has no NaN
                 line["score"] = None if line["score"] != line["score"] else line["score"]
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        partial.replace(out)
     print(json.dumps(result))
 
 

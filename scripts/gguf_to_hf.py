@@ -12,6 +12,7 @@ import argparse
 import copy
 import importlib.metadata
 import json
+import tempfile
 import time
 from pathlib import Path
 
@@ -142,7 +143,7 @@ def check_folder(folder: Path, eos: str, pad: str) -> None:
     broken = [name for name, holds in checks.items() if not holds]
     if broken:
         raise RuntimeError(
-            f"{folder} does not hold: {'; '.join(broken)}. Do not train on it; try another transformers."
+            f"the converted model does not hold: {'; '.join(broken)}. Nothing is kept; try another transformers."
         )
 
 
@@ -154,17 +155,27 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--eos", default="<|im_end|>", help="token that ends an answer (default: %(default)s)")
     parser.add_argument("--pad", default="<|endoftext|>", help="token that fills a batch (default: %(default)s)")
     args = parser.parse_args(argv)
-    if args.out_folder.exists() and any(args.out_folder.iterdir()):
-        raise FileExistsError(f"OUT_FOLDER={args.out_folder} holds files; it must be new or empty: choose another.")
+    if args.out_folder.exists() and (not args.out_folder.is_dir() or any(args.out_folder.iterdir())):
+        raise FileExistsError(
+            f"OUT_FOLDER={args.out_folder} is a file or holds some; it must be new or empty: choose another."
+        )
 
     start = time.perf_counter()
     gguf = find_gguf(args.gguf)
+    with gguf.open("rb") as file:
+        if (start_bytes := file.read(4)) != b"GGUF":
+            raise ValueError(f"{gguf} starts with {start_bytes!r}, not with b'GGUF': it is no GGUF file; get it again.")
     tokenizer = load_tokenizer(gguf, args.eos, args.pad)
     model = load_model(gguf, tokenizer)
     tokenizer.model_max_length = model.config.max_position_embeddings  # a GGUF file gives it to the model only
-    model.save_pretrained(args.out_folder)
-    tokenizer.save_pretrained(args.out_folder)
-    check_folder(args.out_folder, args.eos, args.pad)
+    args.out_folder.parent.mkdir(parents=True, exist_ok=True)
+    # the folder appears when it is whole and checked
+    with tempfile.TemporaryDirectory(prefix=".gguf-", dir=args.out_folder.parent) as scratch:
+        folder = Path(scratch, "model")
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        check_folder(folder, args.eos, args.pad)
+        folder.replace(args.out_folder)
 
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": "2+2=?"}]

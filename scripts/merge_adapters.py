@@ -8,6 +8,7 @@ The sum is made in fp32, on the CPU, and then rounded to the dtype of the base m
 
 import argparse
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -33,9 +34,13 @@ def main(argv: list[str] | None = None) -> None:
     model = models.load_frozen(args.adapters, torch.device("cpu"), "fp32")  # first: it says what is wrong with the base
     config = AutoConfig.from_pretrained(models.find(base), trust_remote_code=False)
     model = model.to(models.DTYPES.get(args.dtype) or config.dtype)
-    model.save_pretrained(out)
     reader = images.load_processor if images.is_vlm(model.config) else models.load_tokenizer
-    reader(args.adapters).save_pretrained(out)
+    reads = reader(args.adapters)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".merge-", dir=out.parent) as scratch:  # `out` appears when it is whole
+        model.save_pretrained(f"{scratch}/model")
+        reads.save_pretrained(f"{scratch}/model")
+        Path(scratch, "model").replace(out)
     print(f"{base} + {args.adapters}: {model.num_parameters() / 1e6:.1f} M parameters in {model.dtype}: {out}")
 
 

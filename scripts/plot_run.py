@@ -53,16 +53,17 @@ def read_metrics(run: Path) -> list[dict]:
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; RUN must be the output folder of a training script: check it.")
-    lines = path.read_text().splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     rows = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
+            row["step"] + 0  # a text, or no step at all, is no metrics line
             rows[row["step"]] = rows.get(row["step"], {}) | row  # an evaluation has a line of its own
         except json.JSONDecodeError as error:
-            if number < len(lines):
+            if any(later.strip() for later in lines[number:]):
                 raise ValueError(f"{path}, line {number} is not JSON ({error}); delete or repair that line.") from error
             print(f"note: {path}: the last line is cut off and was skipped (a run that still writes, or was killed).")
         except (KeyError, TypeError) as error:
@@ -76,6 +77,9 @@ def series(rows: list[dict], name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return steps and values, both [N], of the steps at which `name` was logged; of a list, its maximum."""
     values = [max(row[name], default=None) if isinstance(row.get(name), list) else row.get(name) for row in rows]
     pairs = [(row["step"], value) for row, value in zip(rows, values, strict=True) if value is not None]
+    for step, value in pairs:
+        if not isinstance(value, (int, float)):
+            raise ValueError(f"{name} = {value!r} in step {step}: metrics are numbers; is this a metrics file?")
     steps, values = np.array(pairs, dtype=float).reshape(-1, 2).T
     return steps, values
 
@@ -125,7 +129,9 @@ def draw(runs: dict[str, list[dict]], out: Path) -> None:
         entries["evaluation"] = plt.Line2D([], [], color=MUTED, **EVAL_MARKER)
     figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=6, frameon=False)
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out)
+    partial = out.with_name(f".{out.name}.partial{out.suffix}")  # an earlier picture stays until this one is whole
+    figure.savefig(partial)
+    partial.replace(out)
     plt.close(figure)
 
 

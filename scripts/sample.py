@@ -47,6 +47,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="auto", help="auto, fp32, bf16 or fp16 (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
     args = parser.parse_args(argv)
+    if min(args.samples, args.max_new_tokens) < 1:
+        parser.error(f"--samples {args.samples}, --max_new_tokens {args.max_new_tokens}: each must be at least 1")
     if args.chat and (args.samples > 1 or args.prompt):
         parser.error("--chat goes with one sample per prompt, typed at the terminal: leave out --samples and --prompt")
 

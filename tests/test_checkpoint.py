@@ -214,6 +214,22 @@ def test_only_the_newest_are_kept(tmp_path):
     assert names(tmp_path) == ["checkpoint-000005"]
 
 
+@pytest.mark.parametrize("saved_again", [2, 6], ids=["replaced", "too old"])
+def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_no_half_of_one(run_dir, monkeypatch, saved_again):
+    def killed(path):
+        next(path.glob("model*")).unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint.storage, "remove", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(run_dir, saved_again, cfg=Config(keep_checkpoints=2))
+    monkeypatch.undo()
+    assert all(map(checkpoint.is_complete, run_dir.glob("checkpoint-*")))
+    assert checkpoint.is_complete(run_dir / f"checkpoint-{saved_again:06d}")
+    save(run_dir, 7)
+    assert not list(run_dir.glob(".writing-*"))
+
+
 def test_the_same_step_saved_again_replaces_the_first(tmp_path):
     model, optimizer = trained(steps=1)
     save(tmp_path, 1, model, optimizer, position=4)
@@ -350,6 +366,13 @@ def test_a_folder_left_behind_by_a_kill_is_not_taken_and_goes(run_dir):
     assert names(run_dir) == ["checkpoint-000004", "checkpoint-000008", "checkpoint-000009"]
 
 
+def test_killed_while_a_checkpoint_is_replaced_the_old_one_is_taken(saved, tmp_path):
+    # the same step saved again: the old folder is renamed, then the new one takes its name
+    shutil.copytree(saved, tmp_path / ".writing-old-checkpoint-000003")
+    shutil.copytree(saved, tmp_path / ".writing-checkpoint-000003")
+    assert checkpoint.find(str(tmp_path), "auto") == tmp_path / "checkpoint-000003"
+
+
 @pytest.mark.parametrize("file", ["optimizer.safetensors", "rng.safetensors"])
 @pytest.mark.parametrize("half", [False, True])
 def test_a_full_disk_leaves_the_earlier_checkpoint(run_dir, monkeypatch, file, half):
@@ -424,6 +447,24 @@ def test_a_named_checkpoint_must_exist(run_dir, name):
     with pytest.raises(ValueError, match="not a complete checkpoint"):
         checkpoint.find(str(run_dir / "new"), str(run_dir / name))
     assert not (run_dir / "new").exists()
+
+
+def test_a_named_checkpoint_of_another_run_does_not_mix_two_runs(run_dir, saved, tmp_path_factory):
+    elsewhere, named = tmp_path_factory.mktemp("elsewhere"), run_dir / "checkpoint-000002"
+    assert checkpoint.find(str(elsewhere), str(named)) == named
+    shutil.copytree(saved, elsewhere / "checkpoint-000003")
+    with pytest.raises(ValueError, match=r"out_dir holds checkpoint-000003 of a run of its own.*give another out_dir"):
+        checkpoint.find(str(elsewhere), str(named))
+    (elsewhere / "link").symlink_to(run_dir)
+    assert checkpoint.find(str(elsewhere / "link"), str(named)) == named  # the same folder by another name
+
+
+@pytest.mark.parametrize("out_dir", ["", " ", "~/runs"])
+def test_a_folder_must_have_a_name(out_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"out_dir = '{out_dir}': must name a folder"):
+        checkpoint.find(out_dir, "auto")
+    assert not list(tmp_path.iterdir())
 
 
 def test_none_does_not_mix_two_runs(run_dir, tmp_path_factory):
@@ -501,6 +542,13 @@ def test_the_batch_of_a_failed_step_is_kept(tmp_path):
         held = {field.name for field in dataclasses.fields(one) if getattr(one, field.name) is not None}
         assert {name.split("/")[1] for name in tensors if name.startswith(f"micro{i}/")} == held
         assert torch.equal(tensors[f"micro{i}/completion_ids"], one.completion_ids)
+
+
+def test_a_failed_step_is_named_though_its_batch_cannot_be_kept(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    said = r"step 7: gradient norm is nan; the batch could not be kept \(.*File exists"
+    with pytest.raises(FloatingPointError, match=said), checkpoint.keep_batch(str(tmp_path / "file"), 7, [micro(1)]):
+        raise FloatingPointError("gradient norm is nan")
 
 
 def test_other_errors_pass_and_keep_nothing(tmp_path):
@@ -602,6 +650,24 @@ def test_a_checkpoint_of_another_policy_model_is_refused(tmp_path):
     assert checkpoint.load(tmp_path / "checkpoint-000001", optimizer, Named()) == (1, 5)
     with pytest.raises(ValueError, match=r"policy_model = 'second'.*was trained from 'first'"):
         checkpoint.load(tmp_path / "checkpoint-000001", optimizer, Named(policy_model="second"))
+
+
+def test_a_checkpoint_of_other_weights_or_another_kind_of_script_is_refused_by_name(tmp_path):
+    @dataclasses.dataclass(frozen=True)
+    class Policy(Config):
+        policy_model: str = "first"
+        lora_rank: int = 0
+
+    @dataclasses.dataclass(frozen=True)
+    class Student(Config):
+        student_model: str = "first"
+
+    model, optimizer = trained(steps=0)
+    folder = save(tmp_path, 1, model, optimizer, cfg=Policy())
+    with pytest.raises(ValueError, match=r"lora_rank = 4: .* was trained with lora_rank = 0.*set it back to 0"):
+        checkpoint.load(folder, optimizer, Policy(lora_rank=4))
+    with pytest.raises(ValueError, match=r"it has policy_model, so another kind of script saved it"):
+        checkpoint.load(folder, optimizer, Student())
 
 
 # ---- a reference of its own, and notes ----

@@ -653,6 +653,15 @@ def test_real_tokenizers_with_one_map_of_ids_and_another_normalizer_are_told_apa
     assert differ == {"segments_hash"}
 
 
+def test_a_run_does_not_go_on_with_another_teacher():
+    local, others = SimpleNamespace(name="t", weights=64 * "a"), {"teacher": 64 * "b"}
+    teachers.require_same(local, {})  # a new run, or one of an older version
+    teachers.require_same(local, {"teacher": 64 * "a"})
+    message = "the teacher 't' has the weights aaaaaaaaaaaa: must be those that this run began with, bbbbbbbbbbbb"
+    with pytest.raises(ValueError, match=message):
+        teachers.require_same(local, others)
+
+
 def test_an_end_token_that_the_teacher_lacks_is_refused():
     own = known(vocabulary_of([*"abcdef", "<end>"]), eos_token="<end>")
     with pytest.raises(ValueError, match=r"end token '<end>' has id 6: must be one of the first 6 ids.*no completion"):

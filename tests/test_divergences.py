@@ -74,7 +74,8 @@ def test_the_student_comes_first_and_beta_0_is_the_forward_kl():
     (-0.1, 1.0, "beta = -0.1: must be in"), (1.5, 1.0, "beta = 1.5"), (math.nan, 1.0, "beta = nan"),
     (None, 1.0, "beta = None: must be in"), ("0.5", 1.0, "beta = '0.5'"),
     (0.5, 0.0, "temperature = 0.0: must be above 0"), (0.5, -1.0, "temperature = -1.0"), (0.5, math.nan, "= nan"),
-    (0.5, math.inf, "temperature = inf: must be above 0, finite"), (0.5, None, "temperature = None"),
+    (0.5, math.inf, "temperature = inf: must be above 0, finite"), (0.5, 1e-40, "at least 1e-06"),
+    (0.5, None, "temperature = None"),
 ])  # fmt: skip
 def test_what_is_not_defined_is_refused(beta, temperature, message):
     for call in (

@@ -111,7 +111,7 @@ def test_length_reward_stays_between_0_and_1_and_falls_with_the_distance(target,
 SIZE = 50_000
 REPEATED = [
     "{", "(", "\\", "\\boxed ", "-1", ", and ", "1,", "9,999", "1/2/3/4/", "1 1/", "1\xbd", "1~", "1e", "a", "a ", "x=",
-    "1 \\text{", "1 \\frac{1}{1", "\u200f",
+    "1 \\text{", "1 \\frac{1}{1", "\u200f", "\xb2", "\u221a", "1\\ ", "1x10^", "1.1\\overline{", "1_", "1-", "1 mm",
 ]  # fmt: skip
 
 

@@ -184,6 +184,7 @@ def test_three_steps_and_three_are_six(launcher, tmp_path, options):
 def test_the_scripts_go_on_from_each_other(launcher, tmp_path):
     for script, steps in (("gkd", 2), ("gkd_multigpu", 4), ("gkd_ddp", 6)):
         run = launcher.run(launcher.copy(script), tmp_path, **{**MIXED, "steps": steps}).succeeded()
+        assert len(json.loads((run.out_dir / run.checkpoints[-1] / "state.json").read_text())["notes"]["teacher"]) == 64
     assert_equal_weights(run.weights(), launcher.trained("gkd", **MIXED).weights())
 
 

@@ -77,7 +77,8 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(server, model_folder
 
 @pytest.mark.parametrize(("body", "message"), [
     (b"<html>", "/info begins b'<html>', protocol None: must be 1; give the address of gkd/teacher_server.py"),
-    (b"[1]", "protocol None"), (b'{"protocol": 9}', "protocol 9"),
+    (b"[1]", "protocol None"), (b"[" * 100_000, "protocol None"), (b"\xff", "protocol None"),
+    (b'{"protocol": 9}', "protocol 9"),
     (b'{"protocol": 1, "vocabulary_size": "64"}', "/info says vocabulary_size = '64': must be of type int"),
 ])  # fmt: skip
 def test_what_is_no_teacher_is_refused(body, message, server, monkeypatch):
@@ -92,6 +93,10 @@ def test_a_part_of_a_vocabulary_does_not_pass_for_all_of_it(server, monkeypatch)
     monkeypatch.setattr(Service, "get", lambda self, path: json.dumps(part).encode())
     with pytest.raises(ValueError, match=f"{server.url}: a vocabulary of 5 tokens, which is not that of /info"):
         client.vocabulary()
+    for body, count in ((b"[" * 100_000, 0), (b"<html>", 0), (b"[]", 0), (b'{"a": 1, "b": "1"}', 2)):
+        monkeypatch.setattr(Service, "get", lambda self, path, body=body: body)
+        with pytest.raises(ValueError, match=f"a vocabulary of {count} tokens, which is not that of /info"):
+            client.vocabulary()
 
 
 def test_a_server_with_another_tokenizer_is_refused(server, model_folders, tmp_path, capsys):

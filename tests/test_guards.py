@@ -64,6 +64,14 @@ def test_the_limits_belong_to_the_range_and_either_may_be_missing(tmp_path):
         watch(tmp_path, {"entropy": (5.0, 0.1)})
 
 
+@pytest.mark.parametrize("limits", [None, 0.1, "ab", ("1", "2"), (0.1,), (0.1, None, 5.0), (float("nan"), None)])
+def test_a_range_is_two_numbers(tmp_path, limits):
+    with pytest.raises(ValueError) as raised:
+        watch(tmp_path, {"entropy": limits})
+    said = "must be (least, most), two numbers; None is no limit"
+    assert str(raised.value) == f"GUARDS has 'entropy': {limits!r}: {said}"
+
+
 def test_metrics_are_counted_each_for_itself(tmp_path):
     one = watch(tmp_path, {"entropy": (0.1, None), "reward_std": (1e-4, None)})
     for step, (entropy, std) in enumerate([(0.0, 0.1), (0.0, 0.0), (0.0, 0.0), (0.0, 0.0)], 1):

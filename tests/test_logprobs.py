@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import build_model
 from test_rollout import flags, make_sampler, traces
 from torch import nn
 from torch.nn import functional as F
@@ -26,6 +27,7 @@ from transformers import (
     MistralForCausalLM,
     PhiConfig,
     PhiForCausalLM,
+    PretrainedConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -174,7 +176,7 @@ class Stub(nn.Module):
         self.head.weight.data = torch.tensor(weight)
         if bias is not None:
             self.head.bias.data = torch.tensor(bias)
-        self.config = SimpleNamespace()
+        self.config = PretrainedConfig()
 
     def get_output_embeddings(self):
         return self.head
@@ -973,3 +975,15 @@ def tiny_llama():
     small = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, pad_token_id=0)  # fmt: skip
     return LlamaForCausalLM(LlamaConfig(**small))
+
+
+def test_a_sequence_with_more_tokens_than_learned_positions_is_refused_by_row():
+    # such as an answer of the data, which no rollout has looked at
+    policy = LogProbs(build_model("gpt2").eval(), 1.0)  # 64 positions
+    prompts, lengths = torch.full((2, 3), 5), torch.tensor([3, 3])
+    policy(prompts, lengths, torch.full((2, 61), 6), torch.tensor([9, 61]))
+    said = (
+        "row 1 of a batch has 65 tokens, prompt and completion, but the model has 64 positions; lower max_prompt_tokens"
+    )
+    with pytest.raises(ValueError, match=said):
+        policy(prompts, lengths, torch.full((2, 62), 6), torch.tensor([9, 62]))

@@ -349,6 +349,34 @@ def test_a_character_cut_off_by_a_kill_is_no_obstacle(tmp_path):
     assert path.read_text() == '{"step": 1}\n'
 
 
+def test_the_lines_that_are_removed_are_counted(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(5)))
+    keep_lines(path, 2)
+    assert capsys.readouterr().out == f"{path}: removed 2 lines of steps that are taken again\n"
+    keep_lines(path, 2)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+def test_a_full_disk_names_the_file_and_what_to_do(log, name):
+    (log.out_dir / name).symlink_to("/dev/full")
+    said = rf"{name} could not be written, on which .* is free: No space left on device; .* from its last checkpoint"
+    with pytest.raises(OSError, match=said):
+        if name == "metrics.jsonl":
+            log.eval(1, eval_reward=0.5)
+        else:
+            log.samples(1, [Example(0, "?", [1], "1", {})], ["1"], [1.0], show=False)
+
+
+def test_an_evaluation_says_what_it_leaves_out(capsys):
+    assert metrics.mean_scored([torch.tensor([1.0, 0.0]), torch.tensor([2.0])]) == 1.0
+    assert capsys.readouterr().out == ""
+    assert metrics.mean_scored([torch.tensor([1.0, NAN]), torch.tensor([NAN])]) == 1.0
+    assert capsys.readouterr().out == "warning: evaluation: 2 of 3 rewards are NaN and left out\n"
+    assert math.isnan(metrics.mean_scored([])) and math.isnan(metrics.mean_scored([torch.tensor([NAN])]))
+
+
 def test_an_absent_file_stays_absent(tmp_path):
     keep_lines(tmp_path / "metrics.jsonl", 3)
     assert not list(tmp_path.iterdir())

@@ -1,6 +1,7 @@
 """Tests of common/models.py: loading, and what must be true of model and tokenizer before training."""
 
 import json
+import shutil
 import socket
 import time
 import types
@@ -9,6 +10,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from conftest import build_model, build_tokenizer, tiny_model
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from torch import nn
@@ -117,6 +119,19 @@ def test_a_folder_loads_without_network(model_folders, offline):
     load_policy(str(model_folders["qwen2"]), CPU, "fp32")
     load_frozen(str(model_folders["gpt2"]), CPU, "fp32")
     assert not offline
+
+
+def test_weights_that_are_missing_or_cut_off_are_an_error_and_not_random_numbers(tmp_path, model_folders):
+    folder = shutil.copytree(model_folders["qwen2"], tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if name.endswith("layers.1.mlp.up_proj.weight"))
+    save_file({key: value for key, value in weights.items() if key != name}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"its files lack 1 weights, such as \['{name}'\]; copy or download it again"):
+        models.load_policy(str(folder), CPU, "fp32")
+    content = (model_folders["qwen2"] / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match="a file of its weights is cut off or damaged"):
+        models.load_frozen(str(folder), CPU, "fp32")
 
 
 @pytest.mark.parametrize("missing", ["weights", "config", "everything"])
@@ -364,6 +379,27 @@ def test_every_end_token_counts(tokenizer_eos, config_eos, generation_eos, expec
     tokenizer.eos_token = tokenizer_eos
     model.config.eos_token_id, model.generation_config.eos_token_id = config_eos, generation_eos
     assert end_token_ids(tokenizer, model) == expected
+
+
+@pytest.mark.parametrize(("given", "left_out"), [([3, 151645], [151645]), ([-1, 64, 3, None], [-1, 64]), (3, [])])
+def test_end_tokens_that_the_policy_cannot_say_are_left_out(given, left_out, capsys):
+    model = build_model("qwen2")
+    model.generation_config.eos_token_id = given
+    ids = end_token_ids(build_tokenizer(), model)
+    said = f"warning: end tokens {left_out} are left out: the policy has logits for tokens 0 to 63"
+    assert ids == [3] and capsys.readouterr().out.splitlines() == [said] * bool(left_out)
+    # an index of the vocabulary while no completion may end
+    Sampler([model], end_ids=ids, pad_id=0, max_new_tokens=2, min_new_tokens=2).generate(
+        [[5]], group_size=1, temperature=1
+    )
+
+
+@pytest.mark.parametrize("given", [["3"], [[3, 5]], 3.0, "<im_end>"])
+def test_end_tokens_are_whole_numbers(given):
+    model = build_model("qwen2")
+    model.generation_config.eos_token_id = given
+    with pytest.raises(ValueError, match=r"eos_token_id = .*: must be token ids.*generation_config.json"):
+        end_token_ids(build_tokenizer(), model)
 
 
 def test_end_tokens_survive_saving_and_end_completions(tmp_path):

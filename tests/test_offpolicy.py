@@ -227,7 +227,8 @@ def replaced(old: bytes, new: bytes):
     replaced(b'{"index": 2', b'{"inde\n{"index": 2'),  # the beginning of another row before it
     replaced(b'{"index": 2, "completion_ids": [302', b"\x00\xff\x00"),  # a block that was never written
     replaced(b'{"index": 2', b'[{"index": 2'),
-], ids=range(7))  # fmt: skip
+    replaced(b'{"index": 2', 100_000 * b"["),
+], ids=range(8))  # fmt: skip
 def test_a_damaged_row_is_never_used(damage, tmp_path, capsys):
     cached(tmp_path).get(examples(1, 2, 3))
     (tmp_path / FILE).write_bytes(damage((tmp_path / FILE).read_bytes()))

@@ -216,6 +216,8 @@ def test_reading_synthetic_posters():
     ({"prompt": ["x"]}, "row 0: `prompt`"),
     ({"images": "a.png"}, "row 0: `images`"),
     ({"images": [3]}, "row 0: `images`"),
+    ({"images": ""}, "row 0: `images`"),
+    ({"extra_info": False}, "row 0: `extra_info`"),
     ({"extra_info": [1]}, "row 0: `extra_info`"),
     ({"ground_truth": "absent"}, "row 0: `ground_truth` is missing"),
     ({"ground_truth": {"layers": []}}, "row 0: .*no canvas"),

@@ -18,6 +18,7 @@ PANEL = {"type": "underlay", "x": 48, "y": 684, "width": 240, "height": 52, "fil
 POSTER = {"canvas": {"width": 600, "height": 800, "background": "#1B2A41"}, "layers": [PANEL, TEXT]}
 TRUTH = layout.ground_truth(POSTER)
 GOLD = json.dumps(POSTER)
+DRAFT = json.dumps({"layers": [{**PANEL, "x": 1}]})
 
 
 def solution(*layers, **canvas) -> str:
@@ -72,6 +73,14 @@ def test_thousandths_give_the_same_poster_as_pixels():
         (f"```\n```json\n{GOLD}\n```\n```", 0.8),
         (f"<answer>```json\n{GOLD}\n```</answer>", 0.8),  # one wrapper, not two
         (f'{{"poster": {GOLD}}}', 0.8),
+        (f"{DRAFT}\n{GOLD}", 0.8),  # of several the last
+        (f"Draft: {DRAFT} Final: {GOLD}", 0.8),
+        (f"[{DRAFT}, {GOLD}]", 0.8),
+        (f'{GOLD} {{"layers": [{{"type"', 0.8),  # this one is none
+        (f'{GOLD}\nThe "layers" are listed bottom to top.', 0.8),
+        (f'Here: {GOLD[:-1]}, "a": {{"b": 1}}, "c": {{}}, "d": {{}}, "e": {{}}}}. The "layers" are in order.', 0.8),
+        ('Here: {"a": {"b": {"c": {}}, "d": {}}, "e": {}, ' + GOLD[1:] + " and more", 0.8),
+        ('Here: {"a": "{ {", "b": "}", ' + GOLD[1:], 0.8),
         (f"a {{ b }} {{ {GOLD}", 0.8),
         (f'He said "5 {GOLD}', 0.8),
         (f"Result: {GOLD}. See note [1].", 0.8),
@@ -109,6 +118,8 @@ def test_format(text, fmt):
         (GOLD.replace('"layers"', "layers"), "no_json"),
         (GOLD.replace("Night Market", "Night\nMarket"), "no_json"),
         (f"<think>{GOLD}</think>", "no_json"),  # the thoughts are no answer
+        (f"<think>{GOLD}", "no_json"),  # nor are those that do not end
+        (f"<think>a</think> <think>{GOLD}", "no_json"),
         ('{"layers": []}', "no_layers"),
         ('{"layers": {"0": 1}}', "no_layers"),
         ('{"layers": null}', "no_layers"),
@@ -243,7 +254,11 @@ def test_boxes_in_another_unit_are_pointed_out():
     assert layout.parse(solution({**PANEL, **box}), TRUTH).warnings == ("fractions",)
     assert layout.parse(solution({**PANEL, **box}), TRUTH, "rel1000").warnings == ("fractions",)
     assert layout.parse(solution({**PANEL, **box}, PANEL), TRUTH).warnings == ()
-    assert layout.parse(solution({**PANEL, "x": 640, "y": 880}), TRUTH).warnings == ("off_canvas",)
+    assert layout.parse(solution({**PANEL, "x": 640, "y": 880}), TRUTH).warnings == ("off_canvas", "beyond_canvas")
+    wide = {**PANEL, "x": 80, "width": 840}
+    assert layout.parse(solution(wide), TRUTH).warnings == ("beyond_canvas",)
+    assert layout.parse(solution(wide, PANEL), TRUTH).warnings == ()
+    assert layout.parse(solution(wide), TRUTH, "rel1000").warnings == ()
     assert layout.parse(solution({**PANEL, "x": 640, "y": 880}), TRUTH, "rel1000").warnings == ()
 
 

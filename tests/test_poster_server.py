@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -233,6 +234,8 @@ def test_concurrent_clients_get_their_own_answers(server):
         (ONE, item(extra_info={"images": {"image_1": 3}}), 422, "bad_request"),
         (ONE, item(extra_info={"images": 3}), 422, "bad_request"),
         (ONE, item(extra_info={"images": True}), 422, "bad_request"),
+        (ONE, item(extra_info={"images": False}), 422, "bad_request"),
+        (ONE, item(extra_info={"images": ""}), 422, "bad_request"),
         (ONE, item(extra_info={"images": ["synthetic:0:1:1"] * 17}), 422, "bad_request"),
         (MANY, {"items": []}, 422, "bad_request"), (MANY, {"items": [item()] * 257}, 422, "bad_request"),
         (MANY, item(), 422, "bad_request"), (MANY, {"items": [item(), 3]}, 422, "bad_request"),
@@ -547,6 +550,20 @@ def test_health_answers_while_the_scorer_is_at_work(custom, tmp_path):
     assert custom.scored([item(id="b")])[0]["id"] == "b"  # a queue with nothing but what came too late is no end
 
 
+def test_a_scorer_that_hangs_is_not_healthy(custom, tmp_path, monkeypatch):
+    monkeypatch.setattr(custom.rewards, "cfg", dataclasses.replace(custom.rewards.cfg, deadline_seconds=0.05))
+    assert custom.rewards.late == -math.inf
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(custom.scored, [item(extra_info={"do": "wait", "file": str(tmp_path / "go")})])
+        wait_for(lambda: custom.rewards.late > 0)
+        answer = requests.get(f"{custom.url}/health", timeout=2)
+        assert answer.status_code == 503 and answer.json()["status"].startswith("stuck: ")
+        (tmp_path / "go").unlink()
+        assert asked.result()[0]["ok"]  # its own client still waits: the deadline of the web side is as before
+    wait_for(lambda: custom.rewards.late == -math.inf)
+    assert requests.get(f"{custom.url}/health", timeout=2).json() == {"status": "ok"}
+
+
 def test_the_processes_work_on_the_next_batch_while_the_scorer_is_at_work(scorer, own, tmp_path):
     server = own(scorer=scorer, max_batch=1)
     slow = item(extra_info={"do": "wait", "file": str(tmp_path / "go")})
@@ -711,6 +728,18 @@ def test_sigterm_answers_what_is_waiting_and_refuses_what_is_new(scorer, tmp_pat
         assert server.exitcode == 0, server.output.read_text()
         assert "SIGTERM: answering what is waiting" in server.output.read_text()
         assert "Night" not in server.output.read_text() and "solution" not in server.output.read_text()
+    finally:
+        server.kill()
+
+
+def test_a_server_whose_scorer_hangs_ends(scorer, tmp_path):
+    server = Process(tmp_path / "out.txt", scorer=scorer, workers=1, deadline_seconds=0.3).ready()
+    try:
+        hang = {"do": "wait", "file": str(tmp_path / "go")}
+        assert_refused(requests.post(server.url + ONE, json=item(extra_info=hang)), 504, "deadline")
+        server.join(20)
+        assert server.exitcode == 1
+        assert "the model hangs: nobody has waited for what it computes for 0.3 s" in server.output.read_text()
     finally:
         server.kill()
 

@@ -1,6 +1,7 @@
 """Rewards from a service: what is sent, what is refused, what is lost, and runs whose service goes away."""
 
 import contextlib
+import dataclasses
 import http.server
 import json
 import math
@@ -274,19 +275,38 @@ def test_an_answer_that_drips_is_given_up():
 # ---- rollouts that wait for their rewards ----
 
 
-def test_an_unscored_rollout_comes_back_as_it_was(tmp_path):
+@dataclasses.dataclass
+class Sampled:
+    """Of a Config, what completions depend on, and what they do not."""
+
+    batch_size: int = 2
+    group_size: int = 2
+    seed: int = 0
+    steps: int = 5
+    reward_url: str = "http://127.0.0.1:1"
+
+
+def test_an_unscored_rollout_comes_back_as_it_was_if_it_is_still_wanted(tmp_path, capsys):
     batch = rollout.assemble([[5, 6], [7]], 2, torch.tensor([[4, 3, -1], [9, 9, 9], [3, -1, -1], [8, 3, -1]]),
                              torch.rand(4, 3), 0, [3])  # fmt: skip
-    (tmp_path / "state.json").write_text(json.dumps({"num_ranks": 1}))
-    assert checkpoint.unscored(None, torch.device("cpu")) is None
-    assert checkpoint.unscored(tmp_path, torch.device("cpu")) is None
+    cfg = Sampled()
+
+    def unscored(folder, cfg=cfg):
+        return checkpoint.unscored(folder, torch.device("cpu"), cfg)
+
+    (tmp_path / "state.json").write_text(json.dumps({"num_ranks": 1, "config": dataclasses.asdict(cfg)}))
+    assert unscored(None) is None and unscored(tmp_path) is None
     named = {f"rank0/{name}": value for name, value in checkpoint._tensors(batch).items()}
     checkpoint.save_file(named, tmp_path / "rollout.safetensors")
-    back = checkpoint.unscored(tmp_path, torch.device("cpu"))
-    for name, value in vars(batch).items():
-        assert (value is None and getattr(back, name) is None) or torch.equal(getattr(back, name), value), name
-    (tmp_path / "state.json").write_text(json.dumps({"num_ranks": 2}))
-    assert checkpoint.unscored(tmp_path, torch.device("cpu")) is None
+    for back in (unscored(tmp_path), unscored(tmp_path, Sampled(steps=9, reward_url="http://127.0.0.1:2"))):
+        for name, value in vars(batch).items():
+            assert (value is None and getattr(back, name) is None) or torch.equal(getattr(back, name), value), name
+    capsys.readouterr()
+    for other in (Sampled(batch_size=8), Sampled(group_size=4), Sampled(seed=1)):  # of other prompts, or other groups
+        assert unscored(tmp_path, other) is None
+    assert capsys.readouterr().out.count("sampled with other settings or ranks: sampled again") == 3
+    (tmp_path / "state.json").write_text(json.dumps({"num_ranks": 2, "config": dataclasses.asdict(cfg)}))
+    assert unscored(tmp_path) is None
 
 
 RL = [name for name in SCRIPTS if not name.startswith("gkd")]

@@ -1142,6 +1142,17 @@ def test_sequences_longer_than_the_positions_of_the_policy_are_refused_or_warned
         assert len(re.findall(f"warning: {said}, but the policy was made for {places}", capsys.readouterr().out)) == 1
 
 
+def test_a_token_that_the_policy_does_not_have_is_refused(policies):
+    # of a tokenizer with more tokens; on a GPU the embedding would end the process
+    sampler = make_sampler(policies["qwen2"], True)
+    sampler.require_fit([[5, 63]])
+    for refuse in (sampler.require_fit, lambda prompts: sampler.generate(prompts, group_size=2, temperature=1.0)):
+        with pytest.raises(
+            ValueError, match="prompt 1 of 2 has token 64, but the policy has 64: its tokenizer has more"
+        ):
+            refuse([[5, 6], [7, 64, 8]])
+
+
 # ---- replacing rows ----
 
 

@@ -97,7 +97,8 @@ def test_greedy_takes_the_best_of_the_tokens_allowed(forbidden):
 
 
 @pytest.mark.parametrize("options", [
-    dict(temperature=-0.1), dict(top_p=0.0), dict(top_p=1.1), dict(top_k=-1), dict(min_p=-0.1), dict(min_p=1.1),
+    dict(temperature=-0.1), dict(temperature=1e-40), dict(top_p=0.0), dict(top_p=1.1),
+    dict(top_k=-1), dict(min_p=-0.1), dict(min_p=1.1),
     dict(min_new_tokens=-1),
 ], ids=str)  # fmt: skip
 def test_values_without_meaning_are_refused(options):

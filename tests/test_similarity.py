@@ -328,6 +328,8 @@ def test_thresholds_that_cannot_be_are_refused():
     for tau in ("high", "nan", NAN, INF):
         with pytest.raises(ValueError, match=r"similarity_threshold.*'auto'"):
             Threshold(tau)
+    with pytest.raises(ValueError, match=r"threshold = nan: must be a cosine"):
+        cluster(torch.eye(2), NAN)
 
 
 def test_an_automatic_threshold_without_pairs_stays_what_it_was():

@@ -6,6 +6,7 @@ import fcntl
 import http.server
 import math
 import os
+import queue
 import re
 import signal
 import socket
@@ -26,7 +27,7 @@ sys.path.insert(0, str(ROOT / "gkd"))
 import teacher_server
 from teacher_server import Config, Teacher
 
-from common import config, models, rollout, service, teacher_client, teacher_worker, teachers
+from common import config, models, rollout, service, serving, teacher_client, teacher_worker, teachers
 from common.distributed import OutageError
 from common.service import Service, Unavailable
 from common.teacher_client import RemoteTeacher
@@ -268,6 +269,8 @@ def test_what_the_server_says_of_itself(server, tokenizer):
         (dict(temperature=0.0), "temperature = 0.0"),
         (dict(temperature=math.nan), "temperature = nan"),
         (dict(temperature="warm"), "temperature = 'warm': must be a number"),
+        (dict(temperature=1e-300), "temperature = 1e-300: must be finite and at least 1e-06"),
+        (dict(temprature=0.5), "option 'temprature': must be one of deadline_seconds, "),
         (dict(deadline_seconds=-1), "deadline_seconds = -1"),
         (dict(tokens=torch.full((600,), 5, dtype=torch.int32), prompt_lengths=int32(1), completion_lengths=int32(599)),
          "a sequence of 600 tokens: must be at most 512"),
@@ -284,6 +287,7 @@ def test_a_request_that_cannot_be_answered_is_refused(server, changes, message):
         (dict(max_new_tokens=0), "max_new_tokens = 0"),
         (dict(max_new_tokens=600), "a sequence of 608 tokens"),
         (dict(temperature=-1.0), "temperature = -1.0"),
+        (dict(temperature=1e-40), "temperature = 1e-40: must be finite and at least 1e-06"),
         (dict(numbers=int32(1, 2)), "numbers: torch.int32"),
     ],
 )
@@ -363,6 +367,31 @@ def test_a_full_queue_a_deadline_and_health_before_and_while_it_works(own):
             waiting[0].result()
         assert service.unpack(waiting[1].result())[0]["logps"].shape == (5, 5)
     assert server.teacher.counts["expired"] == 1 and server.teacher.counts["rejected"] >= 2
+
+
+def test_a_model_that_hangs_is_not_healthy(server, monkeypatch):
+    go, answer = threading.Event(), server.teacher.answer
+    monkeypatch.setattr(server.teacher, "answer", lambda jobs: go.wait(10) and answer(jobs))
+    monkeypatch.setattr(server.teacher, "cfg", dataclasses.replace(server.teacher.cfg, deadline_seconds=0.05))
+    with ThreadPoolExecutor(1) as pool:
+        # another client may wait longer than the server's own limit: only when that has passed, too, nobody waits
+        asked = pool.submit(connection(server.url).post, TOP_K, service.pack(*request(deadline_seconds=0.5)))
+        wait_for(lambda: server.teacher.busy)
+        assert -0.5 <= server.teacher.late < 0
+        wait_for(lambda: server.teacher.late > 0)
+        health = requests.get(f"{server.url}/health", timeout=2)
+        assert health.status_code == 503 and health.json()["status"].startswith("stuck: ")
+        go.set()
+        assert asked.result()
+    wait_for(lambda: server.teacher.late == -math.inf)
+    assert requests.get(f"{server.url}/health", timeout=2).json() == {"status": "ready"}
+
+
+def test_a_server_ends_when_its_model_hangs(capsys):
+    ended, late = queue.SimpleQueue(), iter([-math.inf, -1.0, 0.0, 0.09, 0.1])
+    serving.end_when_stuck(lambda: next(late), 0.1, ended.put)
+    assert ended.get(timeout=10) == 1 and next(late, None) is None  # not before the last
+    assert "the model hangs: nobody has waited for what it computes for 0.1 s" in capsys.readouterr().err
 
 
 def test_health_answers_while_the_model_is_at_work(server, monkeypatch):

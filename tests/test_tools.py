@@ -240,6 +240,24 @@ def test_evaluate_says_null_where_nothing_counts(evaluation, monkeypatch, capsys
     assert lines[2]["extracted"] == "7"
 
 
+@pytest.mark.parametrize(
+    "option", ["--examples=-1", "--samples=-1", "--max_new_tokens=0", "--batch_size=0", "--out=no/such/x", "--out=."]
+)
+def test_evaluate_refuses_impossible_options_before_it_loads_a_model(evaluation, capsys, option):
+    with pytest.raises(SystemExit) as stopped:
+        evaluation.main(["no/such/model", option])
+    name, _, value = option.partition("=")
+    assert stopped.value.code == 2 and f"{name} {value}: must be" in capsys.readouterr().err
+
+
+def test_evaluate_leaves_an_earlier_file_until_the_new_one_is_whole(evaluation, monkeypatch, capsys, tmp_path):
+    (out := tmp_path / "out.jsonl").write_text("earlier")
+    monkeypatch.setattr(evaluation.json, "dumps", lambda *args, **options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        evaluate_texts(evaluation, monkeypatch, capsys, tmp_path, ROWS, [["14"], ["1"], ["7"]])
+    assert out.read_text() == "earlier"
+
+
 # --- plot_run.py ---
 
 
@@ -316,9 +334,17 @@ def test_plot_names_what_is_missing(plot, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0\n{"step": 1}\n')
     with pytest.raises(ValueError, match="line 1 is not JSON"):
         plot.main([str(tmp_path)])
-    (tmp_path / "metrics.jsonl").write_text('{"reward": 0}\n')
-    with pytest.raises(ValueError, match="not an object with a step"):
+    for line in ('{"reward": 0}', '{"step": "a", "reward": 0}', "[1]"):
+        (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n' + line + "\n")
+        with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is not an object with a step"):
+            plot.main([str(tmp_path)])
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n\xff\xfe\n{"step": 1}\n')
+    with pytest.raises(ValueError, match="line 2 is not JSON"):
         plot.main([str(tmp_path)])
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7, "reward": "high"}\n')
+    with pytest.raises(ValueError, match="reward = 'high' in step 7: metrics are numbers"):
+        plot.main([str(tmp_path), "--out", str(tmp_path / "plot.png")])
+    assert not (tmp_path / "plot.png").exists()
 
 
 # --- gguf_to_hf.py ---
@@ -467,6 +493,12 @@ def test_gguf_refuses_a_full_folder_and_an_unknown_source(converter, tiny_gguf, 
     (tmp_path / "precious.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="new or empty"):
         converter.main([str(tiny_gguf), str(tmp_path)])
+    with pytest.raises(FileExistsError, match="new or empty"):
+        converter.main([str(tiny_gguf), str(tmp_path / "precious.txt")])
+    for content in (b"", b"<html>"):
+        (tmp_path / "bad.gguf").write_bytes(content)
+        with pytest.raises(ValueError, match=r"bad\.gguf starts with b'.*it is no GGUF file"):
+            converter.main([str(tmp_path / "bad.gguf"), str(tmp_path / "out")])
     with pytest.raises(FileNotFoundError, match="neither a file nor an installed package"):
         converter.find_gguf("no-such-package-here")
     with pytest.raises(FileNotFoundError, match=r"holds 0 \.gguf files"):
@@ -575,5 +607,12 @@ def test_dropping_layers_overwrites_nothing_and_takes_llamas_only(dropping, tmp_
     with pytest.raises(SystemExit):
         dropping.main(["nowhere", str(tmp_path)])
     assert "exists already: choose another folder" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="no such folder"):
+        dropping.main(["./nowhere", str(tmp_path / "student")])
+    with pytest.MonkeyPatch.context() as patch:  # broken off between weights and tokenizer: no half of a model is left
+        patch.setattr(dropping.Path, "replace", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            dropping.main(["toy", str(tmp_path / "student")])
+    assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match=r"GPT2LMHeadModel: its decoder has no list `layers`"):
         dropping.drop_layers(build_model("gpt2"), 2)

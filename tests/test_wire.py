@@ -4,6 +4,7 @@ import errno
 import fcntl
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -69,6 +70,8 @@ def test_a_process_that_ended_is_not_alive_though_its_parent_has_not_asked():
 def test_those_that_are_gone_or_late_are_named(monkeypatch):
     monkeypatch.setattr(peers, "EXIT_SECONDS", 0.0)
     store = dist.HashStore()
+    first = peers.Peers(0, 3, store, 0.5)
+    assert first.missing() == "a rank did not come as far as its first meeting"  # and nobody waits for its name
     three = [peers.Peers(rank, 3, store, 0.5) for rank in range(3)]
     for rank in (0, 1, 2, 0, 2):
         three[rank].arrive()
@@ -99,6 +102,37 @@ def test_a_folder_is_kept_by_one_process_until_it_ends(tmp_path, monkeypatch):
     storage.claim(tmp_path / "run")
 
 
+def test_a_forked_process_does_not_hold_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "_claimed", {})
+    storage.claim(tmp_path)
+    (held,) = storage._claimed.values()
+    ready, begun = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(begun, b".")
+        time.sleep(60)  # as a worker of a pool that outlives the run
+        os._exit(0)
+    try:
+        os.read(ready, 1)
+        with open(tmp_path / storage.LOCK) as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # this process still holds it
+        held.close()
+        with open(tmp_path / storage.LOCK) as other:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "_claimed", {})
+    (tmp_path / "mine").write_text("kept")
+    (tmp_path / storage.LOCK).symlink_to(tmp_path / "mine")
+    with pytest.raises(ValueError, match="cannot be written"):
+        storage.claim(tmp_path)
+    assert (tmp_path / "mine").read_text() == "kept"
+
+
 def test_a_disk_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(storage, "_claimed", {})
 
@@ -114,4 +148,4 @@ def test_the_checksum_is_that_of_zip_files(tmp_path, monkeypatch):
     (tmp_path / "digits").write_bytes(b"123456789")
     monkeypatch.setattr(storage, "READ_AT_ONCE", 4)
     # the check value of CRC-32 in every table of such sums
-    assert storage.fingerprints(tmp_path, ["digits"]) == {"digits": {"bytes": 9, "crc32": "cbf43926"}}
+    assert storage.checksums(tmp_path, ["digits"]) == {"digits": {"bytes": 9, "crc32": "cbf43926"}}

@@ -116,7 +116,7 @@ def _item(value: Any, name: str) -> Item:
     _require(isinstance(extra, dict), f"extra_info of {name}", extra, "must be an object, or left out")
     plain = isinstance(number, str | int | None) and len(str(number)) <= MAX_ID
     _require(plain, f"id of {name}", number, f"must be text or an integer of at most {MAX_ID} characters")
-    images = extra.get("images") or {}
+    images = {} if extra.get("images") is None else extra["images"]
     if isinstance(images, list):
         images = {f"image_{i}": image for i, image in enumerate(images, 1)}
     good = isinstance(images, dict) and len(images) <= MAX_IMAGES and all(isinstance(x, str) for x in images.values())

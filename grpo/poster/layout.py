@@ -23,6 +23,7 @@ import math
 import re
 import unicodedata
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -216,6 +217,11 @@ def not_finite(value: Any, name: str) -> str:
     return next(filter(None, (not_finite(x, path) for path, x in inner)), "")
 
 
+def reaches_out(layers: Sequence[Layer]) -> bool:
+    """Whether most boxes end a tenth of the canvas or more to the right of it, or below, as thousandths often do."""
+    return 2 * sum(max(layer.box[2:]) > 1.1 for layer in layers) > len(layers)
+
+
 def _off_canvas(layer: Layer) -> bool:
     left, top, right, bottom = layer.box
     return left >= 1 or top >= 1 or right <= 0 or bottom <= 0
@@ -263,6 +269,8 @@ def parse(solution: str, truth: Poster, coord_space: str = "px") -> Poster:
     unit_x, unit_y = (truth.width, truth.height) if coord_space == "px" else (1000, 1000)
     if all(layer.width * unit_x <= 1 and layer.height * unit_y <= 1 for layer in kept):
         warnings.append("fractions")
+    if reaches_out(kept):
+        warnings.append("beyond_canvas")
     return Poster(truth.width, truth.height, background, tuple(kept), len(raw), dict(invalid), fmt, tuple(warnings))
 
 
@@ -353,21 +361,31 @@ def _extract(solution: str) -> tuple[dict, float]:
     if len(solution) > MAX_SOLUTION:
         raise Malformed("too_long")
     text = _unwrap(solution.rpartition("</think>")[2].strip())
+    if text.startswith("<think>"):  # thoughts without an end
+        raise Malformed("no_json")
+    *_, last = -1, *(match.start() for match in _LAYERS.finditer(text))
     starts = [0] if text.startswith("{") else []
-    position = text.rfind('"layers"')
+    if last > 0 and (around := _around(text, last)) is not None:
+        starts.append(around)
+    position = last
     for _ in range(4):  # every "{" would take quadratic time on a text of nothing else
         position = text.rfind("{", 0, position) if position > 0 else -1
         if position < 0:
             break
         starts.append(position)
+    earlier = None
     for start in dict.fromkeys(starts):
         value, end = _value(text, start)
         if isinstance(value, dict) and "layers" in value:
             around = _around(text, start)
             if around is not None and _value(text, around)[0] is None:
                 continue  # a piece of something broken, such as a group of layers in a poster without an end
-            return value, 1.0 if start == 0 and end == len(text) else 0.8
-    raise Malformed("no_json")
+            if end > last:
+                return value, 1.0 if start == 0 and end == len(text) else 0.8
+            earlier = earlier or value  # a draft: of several posters the last counts
+    if earlier is None:
+        raise Malformed("no_json")
+    return earlier, 0.8
 
 
 def _value(text: str, start: int) -> tuple[Any, int]:
@@ -406,6 +424,7 @@ def _unwrap(text: str) -> str:
     return text
 
 
+_LAYERS = re.compile(r'"layers"\s*:')  # not where prose speaks of them
 _OBJECT_OR_BRACE = re.compile(r"""{\s*(?:["'/#]|\w+\s*:)|[{}]""")
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]+|\\.)*"?|[][{}]', re.DOTALL)  # an open string runs to the end: linear
 

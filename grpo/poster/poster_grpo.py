@@ -322,7 +322,7 @@ def main(cfg: Config) -> None:
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
     watch = guards.Watch(GUARDS, cfg, log, start)
     budget = memory.Budget(cfg.micro_batch_tokens, str(planned), redo=not sharded, release=sampler.release)
-    done, position, batch, unscored = start, prompts.position, None, checkpoint.unscored(resumed, home)
+    done, position, batch, unscored = start, prompts.position, None, checkpoint.unscored(resumed, home, cfg)
 
     def save(rollout=None):
         notes = {"reward_service": judge.fingerprint} if cfg.reward_url else {}

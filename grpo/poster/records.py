@@ -52,7 +52,7 @@ def read(source: str, split: str = "train") -> list[dict[str, Any]]:
         )
     rows = data.read_rows(source, split)
     checked = [_checked(row, f"{source}, row {i}", str(i), folder) for i, row in enumerate(rows)]
-    beyond = [i for i, (_, poster) in enumerate(checked) if _reaches_out(poster)]
+    beyond = [i for i, (_, poster) in enumerate(checked) if layout.reaches_out(poster.layers)]
     if 2 * len(beyond) > len(rows):
         print_main(
             f"warning: {source}: in {len(beyond)} of {len(rows)} records, such as row {beyond[0]}, most boxes reach "
@@ -154,14 +154,10 @@ def image_path(reference: str, folder: Path) -> Path:
     return path
 
 
-def _reaches_out(poster: layout.Poster) -> bool:
-    """Whether most boxes end a tenth of the canvas or more to the right of it, or below."""
-    return 2 * sum(max(layer.box[2:]) > 1.1 for layer in poster.layers) > len(poster.layers)
-
-
 def _checked(row: dict[str, Any], where: str, name: str, folder: Path) -> tuple[dict[str, Any], layout.Poster]:
     """A row of a file as a record, and its ground truth."""
-    prompt, images, extra = row.get("prompt"), row.get("images") or [], row.get("extra_info") or {}
+    prompt, images, extra = (row.get(name) for name in ("prompt", "images", "extra_info"))
+    images, extra = [] if images is None else images, {} if extra is None else extra
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError(f"{where}: `prompt` is {prompt!r:.40}, must be text; write the brief there")
     if not isinstance(images, list) or not all(isinstance(image, str) for image in images):

@@ -23,7 +23,7 @@ from typing import Any
 import uvicorn
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import config
+from common import config, serving
 from common.config import require
 from grpo.poster.items import MAX_ITEMS
 from grpo.poster.web import create_app
@@ -154,6 +154,7 @@ def main(cfg: Config) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
+    serving.end_when_stuck(lambda: rewards.late, cfg.deadline_seconds)
     try:
         rewards.load()
         print(f"rewards ({cfg.scorer}): ready, {address}, fingerprint {rewards.info['fingerprint'][:12]}", flush=True)

@@ -53,6 +53,8 @@ def create_app(rewards: Rewards) -> Callable:
 
     @app.get("/health")
     async def health() -> Response:
+        if rewards.late > 0:
+            return _answer({"status": "stuck: the scorer is at work for longer than anybody waits"}, 503)
         ready = rewards.state == "ready"
         return _answer({"status": "ok" if ready else rewards.state}, 200 if ready else 503)
 

@@ -83,6 +83,7 @@ class Rewards:
         self.waiting: deque[tuple[Request, int]] = deque()
         self.started: Started = []
         self.failures = 0  # batches in a row
+        self._too_late = math.inf  # time.monotonic() after which nobody waits for what the scorer works at
         self._changed = threading.Condition()
 
     def load(self) -> None:
@@ -154,6 +155,11 @@ class Rewards:
         """What /metrics says of now, and what the scorer itself counts."""
         own = {f"scorer_{name}": count for name, count in dict(getattr(self.scorer, "counters", {})).items()}
         return {"waiting": len(self.waiting), "ready": int(self.state == "ready"), **own}
+
+    @property
+    def late(self) -> float:
+        """Seconds for which nobody has waited any more for what the scorer works at; below 0: somebody does."""
+        return time.monotonic() - self._too_late
 
     def require_ready(self) -> None:
         """Raises Refused if nothing can be scored now."""
@@ -266,6 +272,8 @@ class Rewards:
         """Visual scores by the scorer. What is no number in [0, 1] is an error, never a score."""
         if not metas:
             return []
+        if self.state != "loading":  # its first call may compile for long
+            self._too_late = time.monotonic() + self.cfg.deadline_seconds
         try:
             values = list(self.scorer.score_batch(images, metas))
         except Exception as error:  # the clients hear of it, and the next batch may be another
@@ -273,6 +281,8 @@ class Rewards:
             traceback.print_exc()
             text = f"the scorer failed: {type(error).__name__}; see the log of the server"
             return [Refused("scorer_failed", text)] * len(metas)
+        finally:
+            self._too_late = math.inf
         self.failures = 0
         if len(values) != len(metas):
             text = f"the scorer gave {len(values)} values for {len(metas)} posters"

@@ -288,13 +288,13 @@ def notes(folder: Path | None) -> dict[str, Any]:
     return json.loads((folder / STATE).read_text()).get("notes", {}) if folder else {}
 
 
-def unscored(folder: Path | None, device: torch.device, cfg: Any) -> RolloutBatch | None:
+def unscored(folder: Path | None, device: torch.device, cfg: Any = None) -> RolloutBatch | None:
     """The completions of the next step, if the run was saved because they could not be scored.
 
     Args:
         folder: a complete checkpoint, or None.
         device: of the policy.
-        cfg: the present Config.
+        cfg: the present Config; None, as in scripts copied earlier: the completions are sampled again.
 
     Returns:
         Those of this rank. None if there are none, or if the run has other settings or another number of ranks by now:
@@ -303,7 +303,8 @@ def unscored(folder: Path | None, device: torch.device, cfg: Any) -> RolloutBatc
     if folder is None or not (folder / ROLLOUT).is_file():
         return None
     state = json.loads((folder / STATE).read_text())
-    changed = [line for line in config.changed(state["config"], cfg) if line.partition(":")[0] not in NOT_SAMPLING]
+    lines = config.changed(state["config"], cfg) if cfg is not None else ["cfg"]
+    changed = [line for line in lines if line.partition(":")[0] not in NOT_SAMPLING]
     if changed or state["num_ranks"] != distributed.num_ranks():
         distributed.print_main(f"{folder} holds completions sampled with other settings or ranks: sampled again")
         return None

@@ -117,8 +117,9 @@ def check(cfg: Any) -> None:
     at_least(cfg, 0, "min_new_tokens", "rollout_batch", "learning_rate", "warmup_steps", "weight_decay")
     at_least(cfg, 0, "eval_every", "sample_every", "profile", "seed")
     above_zero(cfg, "temperature")
-    at_least(cfg, 1, "collapse_steps")
-    one_of(cfg, on_collapse=("warn", "stop", "off"))
+    if hasattr(cfg, "on_collapse"):  # not in scripts that were copied before there were guards
+        at_least(cfg, 1, "collapse_steps")
+        one_of(cfg, on_collapse=("warn", "stop", "off"))
     require(cfg.max_grad_norm > 0, f"max_grad_norm = {cfg.max_grad_norm}", "must be above 0", "inf: no clipping")
     one_of(cfg, truncated=("keep", "mask"), dtype=("auto", *models.DTYPES), device=("auto", "cuda", "cpu"))
     one_of(cfg, optimizer_offload=optim.OFFLOAD)

@@ -19,9 +19,11 @@ Memory:   everything is kept in Python lists, once per process: 1.25 kB for a ro
           take 10 GB; cut larger data into several files, and train on one after the other.
 """
 
+import functools
 import json
 import math
 import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -466,6 +468,26 @@ class PromptStream:
         self.examples, self.batch_size, self.seed = examples, batch_size, seed
         self.position, self.rank, self.num_ranks = position, rank, num_ranks
         self._epoch, self._order, self._round = -1, [], 0
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of the rows in their order: a position means nothing in other rows."""
+        found = 0
+        for example in self.examples:
+            found = zlib.crc32(f"{example.prompt_ids} {example.answer!r}".encode(errors="backslashreplace"), found)
+        return f"{len(self.examples)} rows, CRC-32 {found:08x}"
+
+    def warn_if_changed(self, known: str | None) -> None:
+        """Says that the data are not those that a resumed run has its position in.
+
+        Args:
+            known: their `fingerprint`; None: not known, or a new run.
+        """
+        if known not in (None, self.fingerprint):
+            print_main(
+                f"warning: the training data have changed since the checkpoint ({known}; now {self.fingerprint}): rows "
+                "of this epoch may come twice, or not at all"
+            )
 
     def next(self) -> list[Example]:
         """Returns this rank's prompts of the next batch, batch_size / num_ranks of them."""

@@ -199,14 +199,16 @@ def fingerprint(model: nn.Module) -> str:
     """A name for weights: a checkpoint that was replaced under the same name has another one.
 
     Args:
-        model: of which the first few numbers of every parameter are looked at.
+        model: of which 64 numbers of every parameter are looked at, from its beginning to its end.
 
     Returns:
         SHA-256 in hexadecimal digits.
     """
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().flatten()[:64].float().cpu().numpy().tobytes())
+        numbers = parameter.detach().flatten()
+        some = numbers[:: max(1, len(numbers) // 64)]
+        digest.update(some.float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -441,8 +443,8 @@ def _read(name: str, dtype: torch.dtype, bits: int = 0, **options: Any) -> PreTr
         if bits and is_vlm:
             options["quantization_config"].llm_int8_skip_modules = ["visual", "lm_head"]
         kind = AutoModelForImageTextToText if is_vlm else AutoModelForCausalLM
-        safe = {"trust_remote_code": False, "output_loading_info": True}
-        model, found = kind.from_pretrained(source, dtype=dtype, **safe, **options)
+        options["output_loading_info"] = True
+        model, found = kind.from_pretrained(source, dtype=dtype, trust_remote_code=False, **options)
     except (OSError, ValueError) as error:
         raise ValueError(f"{_not_found(name)} ({error})") from error
     except SafetensorError as error:

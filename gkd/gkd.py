@@ -268,6 +268,7 @@ def main(cfg: Config) -> None:
     if start >= cfg.steps:
         print(f"{resumed} has all {cfg.steps} steps: raise steps to go on, or give another out_dir")
     prompts = data.PromptStream(train_examples, cfg.batch_size, cfg.seed, position)
+    prompts.warn_if_changed(checkpoint.notes(resumed).get("data"))
     config.save(cfg, cfg.out_dir)
     if cfg.seq_kd:
         recipe = offpolicy.recipe(teacher, train_examples, cfg.seed, cfg.seq_kd_temperature, cfg.max_new_tokens)
@@ -283,7 +284,7 @@ def main(cfg: Config) -> None:
     def save():
         with log.time_save(done):
             checkpoint.save(cfg.out_dir, done, model, tokenizer, optimizer, position, cfg,
-                            notes={"teacher": teacher.weights})  # fmt: skip
+                            notes={"data": prompts.fingerprint, "teacher": teacher.weights})  # fmt: skip
 
     with (
         checkpoint.stop_on_signal() as stop,

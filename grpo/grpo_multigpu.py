@@ -283,6 +283,7 @@ def main(cfg: Config) -> None:
     if start >= cfg.steps:
         print(f"{resumed} has all {cfg.steps} steps: raise steps to go on, or give another out_dir")
     prompts = data.PromptStream(train_examples, cfg.batch_size, cfg.seed, position)
+    prompts.warn_if_changed(checkpoint.notes(resumed).get("data"))
     config.save(cfg, cfg.out_dir)
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
     watch = guards.Watch(GUARDS, cfg, log, start)
@@ -290,7 +291,7 @@ def main(cfg: Config) -> None:
     done, position, batch, unscored = start, prompts.position, None, checkpoint.unscored(resumed, home, cfg)
 
     def save(rollout=None):
-        notes = {"reward_service": judge.fingerprint} if cfg.reward_url else {}
+        notes = {"data": prompts.fingerprint, "reward_service": judge.fingerprint if cfg.reward_url else None}
         with log.time_save(done):
             checkpoint.save(cfg.out_dir, done, model, tokenizer, optimizer, position, cfg, notes=notes, rollout=rollout,
                             reference=frozen if cfg.reference_refresh else None)  # fmt: skip

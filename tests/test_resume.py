@@ -128,6 +128,22 @@ def test_going_back_leaves_one_branch(launcher, straight, tmp_path):
         assert "ValueError" in run.output and run.lines == straight.lines
 
 
+def test_data_that_changed_under_their_name_are_pointed_out(launcher, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    lines = launcher.defaults["train_data"].read_text().splitlines(keepends=True)
+    data.write_text("".join(lines[:12]))
+    options = dict(train_data=data, eval_every=0, save_every=1)
+    launcher.run(launcher.copy(), tmp_path / "run", steps=1, **options).succeeded()
+    same = launcher.run(launcher.copy(), tmp_path / "run", steps=2, **options).succeeded()
+    assert "have changed" not in same.output
+    data.write_text("".join(lines[:8]))
+    run = launcher.run(launcher.copy(), tmp_path / "run", steps=3, **options).succeeded()
+    assert "warning: the training data have changed since the checkpoint (12 rows, CRC-32 " in run.output
+    assert "; now 8 rows, CRC-32 " in run.output
+    once = launcher.run(launcher.copy(), tmp_path / "run", steps=4, **options).succeeded()
+    assert "have changed" not in once.output
+
+
 # ---- refused ----
 
 

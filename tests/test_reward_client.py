@@ -372,6 +372,6 @@ def test_a_run_does_not_go_on_with_another_service(launcher, fake, tmp_path):
     assert run.codes == [1] and "must be that of the run, 'one'" in run.output
     run = launcher.run(path, tmp_path / "run", **{**options, "steps": 3}, allow_reward_change=True).succeeded()
     state = json.loads((run.out_dir / "checkpoint-000003" / "state.json").read_text())
-    assert state["notes"] == {"reward_service": "two"}
+    assert state["notes"]["reward_service"] == "two"
     run = launcher.run(path, tmp_path / "other", **options, reward_model="x")
     assert run.codes == [2] and "the service scores alone" in run.output

@@ -318,6 +318,7 @@ def main(cfg: Config) -> None:
         if cfg.reward_url:
             judge = reward_client.RewardService(cfg.reward_url, patience_s=cfg.reward_patience, fingerprint=was)
     prompts = data.PromptStream(train_examples, cfg.batch_size, cfg.seed, position, rank, num_ranks)
+    prompts.warn_if_changed(checkpoint.notes(resumed).get("data"))
     config.save(cfg, cfg.out_dir)
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
     watch = guards.Watch(GUARDS, cfg, log, start)
@@ -325,7 +326,7 @@ def main(cfg: Config) -> None:
     done, position, batch, unscored = start, prompts.position, None, checkpoint.unscored(resumed, home, cfg)
 
     def save(rollout=None):
-        notes = {"reward_service": judge.fingerprint} if cfg.reward_url else {}
+        notes = {"data": prompts.fingerprint, "reward_service": judge.fingerprint if cfg.reward_url else None}
         with log.time_save(done):
             checkpoint.save(cfg.out_dir, done, whole, processor or tokenizer, optimizer, position, cfg, notes=notes,
                             rollout=rollout)  # fmt: skip

@@ -24,7 +24,7 @@ from grpo.poster.render import Ink, Rendered, render
 from grpo.poster.scorers import intersection
 
 WEIGHTS = {"structure": 0.4, "accuracy": 0.4, "visual": 0.2}
-VERSION = 1
+VERSION = 2
 FLOOR = 0.01  # of a poster that says nothing right: still more than a malformed one
 PICTURE = 768  # px, long side of what a visual scorer gets to see
 SIDE = 384  # px, long side of what is measured

@@ -264,6 +264,7 @@ def main(cfg: Config) -> None:
         max_new_tokens=cfg.max_new_tokens, min_new_tokens=cfg.min_new_tokens, top_p=cfg.top_p, top_k=cfg.top_k,
         min_p=cfg.min_p, suppressed_ids=range(shared, num_ids), rollout_batch=cfg.rollout_batch, compile=cfg.compile,
     )  # fmt: skip
+    sampler.require_fit([e.prompt_ids for e in train_examples])
     start, position = checkpoint.load(resumed, optimizer, cfg) if resumed else (0, 0)
     if start >= cfg.steps:
         print(f"{resumed} has all {cfg.steps} steps: raise steps to go on, or give another out_dir")

@@ -248,6 +248,10 @@ def evaluate(sampler, model, processor, examples, folder, tokenizer, judge, cfg)
     by_rank = distributed.gather_objects(sums)
     names = sorted({name for own in by_rank for name in own} - {"service"})
     pairs = {name: [sum(own.get(name, (0, 0))[k] for own in by_rank) for k in range(2)] for name in names}
+    count = distributed.sum_over_ranks(len(examples))
+    missing = count - pairs.get("reward", [0, 0])[1]
+    if missing:
+        distributed.print_main(f"warning: evaluation: {missing} of {count} rewards are NaN and left out")
     return {f"eval_{name}": total / count for name, (total, count) in pairs.items() if count}
 
 
@@ -308,6 +312,7 @@ def main(cfg: Config) -> None:
         max_new_tokens=cfg.max_new_tokens, min_new_tokens=cfg.min_new_tokens, top_p=cfg.top_p, top_k=cfg.top_k,
         min_p=cfg.min_p, suppressed_ids=suppressed, rollout_batch=cfg.rollout_batch, compile=cfg.compile,
     )  # fmt: skip
+    sampler.require_fit([e.prompt_ids for e in train_examples])
     start, position = checkpoint.load(resumed, optimizer, cfg) if resumed else (0, 0)
     sharding.gather(model, whole)
     if start >= cfg.steps:

@@ -179,6 +179,7 @@ MEASURED = (
     "memory_gib",
     "host_memory_gib",
     "embedding_seconds",
+    "similarity_share",
 )
 
 

@@ -10,7 +10,7 @@ export PATH="$PWD/.venv/bin:$PATH" RL_HAND_KILLS="${1:-100}" RL_HAND_FAULTS="$PW
 
 mkdir -p runs
 rm -f "$RL_HAND_FAULTS"
-python -m pytest -m "" tests/test_faults.py || failed=1
+python -m pytest -m "" tests/test_faults.py tests/test_gkd_server.py -k "test_faults or killed or fails" || failed=1
 python - <<'TABLE'
 import collections, json, os
 

@@ -288,6 +288,19 @@ def comparable(lines: list[dict]) -> list[dict]:
     return [{k: v for k, v in line.items() if not k.startswith(MEASURED)} for line in kept]
 
 
+@contextlib.contextmanager
+def fault(*names: str) -> Iterator[None]:
+    """Notes whether faults were survived, for the table: all that the block tried, or none."""
+    survived = False
+    try:
+        yield
+        survived = True
+    finally:
+        if table := os.environ.get("RL_HAND_FAULTS"):  # of scripts/soak.sh
+            with open(table, "a") as file:
+                file.writelines(json.dumps({"fault": name, "survived": survived}) + "\n" for name in names)
+
+
 def assert_equal_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     """Bit for bit."""
     import torch

@@ -12,18 +12,15 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
-from conftest import REWARD, assert_equal_weights, comparable
+from conftest import REWARD, assert_equal_weights, comparable, fault
 from test_reward_client import Fake, good
 from test_teacher_server import free_port
 
 from common.distributed import OUTAGE_EXIT_CODE
 
 KILLS = int(os.environ.get("RL_HAND_KILLS", 4))  # SIGKILLs at random moments
-TABLE = os.environ.get("RL_HAND_FAULTS", "")  # a file that gets one line for each fault that was tried
 STEPS = 6
 MOMENTS = ["resume", "rollout", "score", "logprobs", "update", "save", "evaluate"]
 IMPORT = "from common.config import require\n"
@@ -56,19 +53,6 @@ def _said(enter):
 
 metrics.Log.time, distributed.together = _said(metrics.Log.time), _said(distributed.together)
 """
-
-
-@contextmanager
-def fault(*names: str) -> Iterator[None]:
-    """Notes whether faults were survived, for the table: all that the block tried, or none."""
-    survived = False
-    try:
-        yield
-        survived = True
-    finally:
-        if TABLE:
-            with open(TABLE, "a") as file:
-                file.writelines(json.dumps({"fault": name, "survived": survived}) + "\n" for name in names)
 
 
 def assert_same(run, straight) -> None:

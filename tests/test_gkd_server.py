@@ -1,14 +1,18 @@
 """Distillation from a teacher behind HTTP: the run of a local teacher, also when the server is killed in the middle."""
 
+import contextlib
+import http.server
 import itertools
 import json
 import re
 import shutil
+import threading
 import time
 
 import pytest
+import requests
 import torch
-from conftest import assert_equal_weights, build_tokenizer, comparable
+from conftest import assert_equal_weights, build_tokenizer, comparable, fault
 from test_logprobs import PROMPTS
 from test_parity import assert_close
 from test_teacher_server import Process, Server, free_port, wait_for
@@ -137,13 +141,71 @@ def test_a_teacher_that_is_killed_and_started_again_changes_nothing(launcher, st
     straight = launcher.run(launcher.copy("gkd"), tmp_path / "straight", teacher_url=first.url, **options).succeeded()
     run = launcher.start(launcher.copy("gkd", SLOW_REWARD), tmp_path / "run", teacher_url=first.url, **options)
     run.wait_for(lambda: len(run.steps) >= 1)
-    first.kill()
-    run.wait_for(lambda: "waiting for it" in run.output)
-    start()
-    run.wait().succeeded()
-    assert "going on" in run.output
-    assert without_times(run.steps) == without_times(straight.steps)
-    assert_equal_weights(run.weights(), straight.weights())
+    with fault("teacher server killed, and started again"):
+        first.kill()
+        run.wait_for(lambda: "waiting for it" in run.output)
+        start()
+        run.wait().succeeded()
+        assert "going on" in run.output
+        assert without_times(run.steps) == without_times(straight.steps)
+        assert_equal_weights(run.weights(), straight.weights())
+
+
+class Relay:
+    """Hands requests on to a teacher; once a run has a checkpoint, in its own way those that ask for log-probs."""
+
+    def __init__(self, url: str, how: str, out_dir):
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                odd = how if self.command == "POST" and any(out_dir.glob("checkpoint-*")) else ""
+                time.sleep({"slow": 0.3, "hung": 2.0}.get(odd, 0.0))
+                answer = requests.request(self.command, url + self.path, data=body, timeout=30,
+                                          headers={"Content-Type": self.headers.get("Content-Type", "")})  # fmt: skip
+                content = answer.content
+                if odd == "answering garbage":
+                    content = content[: len(content) // 2] + bytes(len(content) - len(content) // 2)
+                status = 500 if odd == "failing" else answer.status_code
+                with contextlib.suppress(ConnectionError):  # the client of a hung server has gone
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(content)))
+                    self.end_headers()
+                    self.wfile.write(content)
+
+            do_POST = do_GET
+
+            def log_message(self, *_):
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+
+SOAK = pytest.mark.slow
+HOW = [pytest.param("slow", marks=SOAK), pytest.param("hung", marks=SOAK), pytest.param("failing", marks=SOAK)]
+
+
+@pytest.mark.parametrize("how", [*HOW, "answering garbage"])
+def test_a_teacher_that_fails_stops_the_run_which_goes_on_with_a_good_one(launcher, server, tmp_path, how):
+    quick = {"patience_s=cfg.teacher_patience)": "patience_s=cfg.teacher_patience, timeout_s=1.0)"}
+    script, options = launcher.copy("gkd", edits=quick), dict(ALL, teacher_patience=1.5, save_every=1, eval_every=0)
+    straight = launcher.run(script, tmp_path / "straight", teacher_url=server.url, **options).succeeded()
+    relay = Relay(server.url, how, tmp_path / "run")
+    with fault(f"teacher server {how}"):
+        run = launcher.run(script, tmp_path / "run", teacher_url=relay.url, **options)
+        if how == "slow":
+            run.succeeded()
+        else:
+            assert run.codes[0] not in (0, None) and run.checkpoints, run.output
+            run = launcher.run(script, tmp_path / "run", teacher_url=server.url, **options).succeeded()
+        assert without_times(run.steps) == without_times(straight.steps)
+        assert_equal_weights(run.weights(), straight.weights())
+    relay.server.shutdown()
 
 
 @pytest.mark.parametrize(("script", "ranks"), [pytest.param("gkd", 1, marks=pytest.mark.slow), ("gkd_ddp", 2)])

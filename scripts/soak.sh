@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Does the faults of tests/test_faults.py to real runs, with 100 SIGKILLs (or as many as the argument says), and prints a
-# table: what was tried how often, survived, lost. On the CPU, on tiny models; about 10 minutes on two cores.
+# table: what was tried how often, survived, lost. On the CPU, on tiny models; about 4 minutes on two cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/env.sh

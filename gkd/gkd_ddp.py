@@ -14,6 +14,7 @@ With --fsdp true the student's weights, gradients and optimizer are sharded over
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -142,6 +143,9 @@ def reward(completions: list[str], answers: list[str], **columns: list) -> list[
     return rewards.math_match(completions, answers, **columns)
 
 
+REWARDS = ((reward, 1.0),)  # (function, weight): the weighted sum is reported; the teacher alone trains
+
+
 # [copy]
 def gkd_loss(student, micro, cfg, num_sequences, num_tokens):
     """Share of the minibatch loss owed by one micro-batch; the shares add up exactly."""
@@ -168,7 +172,7 @@ def gkd_loss(student, micro, cfg, num_sequences, num_tokens):
 
 
 # [copy]
-def score(examples_P, batch, tokenizer):
+def score(examples_P, batch, tokenizer, functions):
     """Completions as text, and their rewards [B], NaN where the data has no answer."""
     group_size = len(batch) // len(examples_P)
     completions_B = batch.texts(tokenizer)
@@ -179,7 +183,7 @@ def score(examples_P, batch, tokenizer):
     if known:
         picked = {name: [values[i] for i in known] for name, values in columns.items()}
         work = [completions_B[i] for i in known], [answers_B[i] for i in known], picked
-        rewards_B[known] = rewards.score(((reward, 1.0),), *work)[0]
+        rewards_B[known] = rewards.score(functions, *work)[0]
     return completions_B, rewards_B
 
 
@@ -195,7 +199,7 @@ def load_teacher(cfg, where):
 
 # [copy]
 @torch.no_grad()
-def evaluate(sampler, student, teacher, examples, tokenizer, home, cfg):
+def evaluate(sampler, student, teacher, examples, grade, tokenizer, home, cfg):
     """Reward of greedy completions; divergence from the teacher on sampled ones, and loss on the answers, per token."""
     sums = {name: [0.0, 0] for name in ("reward", "reverse_kl", "forward_kl", "teacher_nll", "answer_nll")}
 
@@ -207,7 +211,7 @@ def evaluate(sampler, student, teacher, examples, tokenizer, home, cfg):
         teacher.onload()
         for part in [examples[i : i + size] for i in range(0, len(examples), size)]:
             prompts, numbers = [e.prompt_ids for e in part], [e.index for e in part]
-            rewards_E = score(part, sampler.generate(prompts, group_size=1, temperature=0), tokenizer)[1]
+            rewards_E = grade(part, sampler.generate(prompts, group_size=1, temperature=0))[1]
             add("reward", rewards_E.nansum(), int((~rewards_E.isnan()).sum()))
             batch = sampler.generate(prompts, group_size=1, temperature=cfg.temperature, prompt_numbers=numbers)
             for micro, stats in judge(student, batch.to(home), teacher, cfg):
@@ -234,8 +238,8 @@ def judge(student, batch, teacher, cfg):
     yield from memory.each(micros, lambda micro: gkd_loss(student, micro, cfg, 1, 1)[1])
 
 
-def main(cfg: Config) -> None:
-    """Trains the student; every step is rollout, teacher, update, report and save."""
+def main(cfg: Config, rewards=REWARDS) -> None:
+    """Trains the student; every step is rollout, teacher, update, report and save. `rewards`: in place of REWARDS."""
     gpus = devices.distillation_layout_of_rank(TEACHER_GPU_ID, cfg.device)
     home = gpus.student[0]
     rank, num_ranks = distributed.start(home, TIMEOUT_MINUTES)
@@ -278,6 +282,7 @@ def main(cfg: Config) -> None:
         held_out = data.load_examples(cfg.eval_data, tokenizer, split="test", need_answer=False, **reading)
         eval_examples = held_out[: cfg.eval_examples][rank::num_ranks]
     teachers.require_shared([*train_examples, *eval_examples], shared)
+    grade = partial(score, tokenizer=tokenizer, functions=rewards)
     sampler = rollout.Sampler(
         [whole], end_ids=models.end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id,
         max_new_tokens=cfg.max_new_tokens, min_new_tokens=cfg.min_new_tokens, top_p=cfg.top_p, top_k=cfg.top_k,
@@ -313,7 +318,7 @@ def main(cfg: Config) -> None:
         checkpoint.save_on_outage(save),  # of the teacher; the step it was lost in is taken after a resume
     ):
         if log.evaluation_due(cfg):
-            log.eval(start, **evaluate(sampler, judged, teacher, eval_examples, tokenizer, home, cfg))
+            log.eval(start, **evaluate(sampler, judged, teacher, eval_examples, grade, tokenizer, home, cfg))
         for step in range(start + 1, cfg.steps + 1):
             # 1. rollout: completions from the student, of this rank's prompts; or off-policy ones
             examples_P = prompts.next()
@@ -335,7 +340,7 @@ def main(cfg: Config) -> None:
                     batch = offpolicy.batch(prompts_P, ids, sampler.pad_id, sampler.end_ids, home)
 
             # 2. teacher: what it says of every completion token; meanwhile rewards, to be reported
-            scoring = background.start(score, examples_P, batch, tokenizer)
+            scoring = background.start(grade, examples_P, batch)
             batch.drop(batch.truncated & (cfg.truncated == "mask"))
             minibatches = batch.minibatches(cfg.num_minibatches, budget.tokens, student.packed, in_turn=False)
             if sharded:
@@ -394,7 +399,7 @@ def main(cfg: Config) -> None:
             if cfg.sample_every and step % cfg.sample_every == 0:
                 log.samples(step, examples_P, completions, rewards_B.tolist(), cfg.print_samples)
             if cfg.eval_data and cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps):
-                log.eval(step, **evaluate(sampler, judged, teacher, eval_examples, tokenizer, home, cfg))
+                log.eval(step, **evaluate(sampler, judged, teacher, eval_examples, grade, tokenizer, home, cfg))
             stopping = distributed.any_rank(bool(stop)) or collapsed
             if step % cfg.save_every == 0 or step == cfg.steps or stopping:
                 save()

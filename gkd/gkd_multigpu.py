@@ -142,6 +142,9 @@ def reward(completions: list[str], answers: list[str], **columns: list) -> list[
     return rewards.math_match(completions, answers, **columns)
 
 
+REWARDS = ((reward, 1.0),)  # (function, weight): the weighted sum is reported; the teacher alone trains
+
+
 # [copy]
 def gkd_loss(student, micro, cfg, num_sequences, num_tokens):
     """Share of the minibatch loss owed by one micro-batch; the shares add up exactly."""
@@ -168,7 +171,7 @@ def gkd_loss(student, micro, cfg, num_sequences, num_tokens):
 
 
 # [copy]
-def score(examples_P, batch, tokenizer):
+def score(examples_P, batch, tokenizer, functions):
     """Completions as text, and their rewards [B], NaN where the data has no answer."""
     group_size = len(batch) // len(examples_P)
     completions_B = batch.texts(tokenizer)
@@ -179,7 +182,7 @@ def score(examples_P, batch, tokenizer):
     if known:
         picked = {name: [values[i] for i in known] for name, values in columns.items()}
         work = [completions_B[i] for i in known], [answers_B[i] for i in known], picked
-        rewards_B[known] = rewards.score(((reward, 1.0),), *work)[0]
+        rewards_B[known] = rewards.score(functions, *work)[0]
     return completions_B, rewards_B
 
 
@@ -195,7 +198,7 @@ def load_teacher(cfg, where):
 
 # [copy]
 @torch.no_grad()
-def evaluate(sampler, student, teacher, examples, tokenizer, home, cfg):
+def evaluate(sampler, student, teacher, examples, grade, tokenizer, home, cfg):
     """Reward of greedy completions; divergence from the teacher on sampled ones, and loss on the answers, per token."""
     sums = {name: [0.0, 0] for name in ("reward", "reverse_kl", "forward_kl", "teacher_nll", "answer_nll")}
 
@@ -207,7 +210,7 @@ def evaluate(sampler, student, teacher, examples, tokenizer, home, cfg):
         teacher.onload()
         for part in [examples[i : i + size] for i in range(0, len(examples), size)]:
             prompts, numbers = [e.prompt_ids for e in part], [e.index for e in part]
-            rewards_E = score(part, sampler.generate(prompts, group_size=1, temperature=0), tokenizer)[1]
+            rewards_E = grade(part, sampler.generate(prompts, group_size=1, temperature=0))[1]
             add("reward", rewards_E.nansum(), int((~rewards_E.isnan()).sum()))
             batch = sampler.generate(prompts, group_size=1, temperature=cfg.temperature, prompt_numbers=numbers)
             for micro, stats in judge(student, batch.to(home), teacher, cfg):
@@ -234,8 +237,8 @@ def judge(student, batch, teacher, cfg):
     yield from memory.each(micros, lambda micro: gkd_loss(student, micro, cfg, 1, 1)[1])
 
 
-def main(cfg: Config) -> None:
-    """Trains the student; every step is rollout, teacher, update, report and save."""
+def main(cfg: Config, rewards=REWARDS) -> None:
+    """Trains the student; every step is rollout, teacher, update, report and save. `rewards`: in place of REWARDS."""
     teacher_ids = () if cfg.teacher_url else TEACHER_GPU_IDS
     gpus = devices.distillation_layout(STUDENT_GPU_IDS, ROLLOUT_GPU_IDS, teacher_ids, cfg.device)
     require(not cfg.overlap or gpus.rollout, "overlap = True", "needs GPUs that sample while others train",
@@ -272,6 +275,7 @@ def main(cfg: Config) -> None:
         held_out = data.load_examples(cfg.eval_data, tokenizer, split="test", need_answer=False, **reading)
         eval_examples = held_out[: cfg.eval_examples]
     teachers.require_shared([*train_examples, *eval_examples], shared)
+    grade = partial(score, tokenizer=tokenizer, functions=rewards)
     sampler = rollout.Sampler(
         copies or trained, end_ids=models.end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id,
         max_new_tokens=cfg.max_new_tokens, min_new_tokens=cfg.min_new_tokens, top_p=cfg.top_p, top_k=cfg.top_k,
@@ -320,7 +324,7 @@ def main(cfg: Config) -> None:
         checkpoint.save_on_outage(save),  # of the teacher; the step it was lost in is taken after a resume
     ):
         if log.evaluation_due(cfg):
-            log.eval(start, **evaluate(sampler, students[0], teacher, eval_examples, tokenizer, home, cfg))
+            log.eval(start, **evaluate(sampler, students[0], teacher, eval_examples, grade, tokenizer, home, cfg))
         for step in range(start + 1, cfg.steps + 1):
             # 1. rollout: completions from the student; or off-policy ones, of the data or the teacher
             examples_P, work, after, sampled_at = ahead or begin(step)
@@ -341,7 +345,7 @@ def main(cfg: Config) -> None:
             ahead = begin(step + 1) if cfg.overlap and step < cfg.steps else None
 
             # 2. teacher: what it says of every completion token; meanwhile rewards, to be reported
-            scoring = background.start(score, examples_P, batch, tokenizer)
+            scoring = background.start(grade, examples_P, batch)
             batch.drop(batch.truncated & (cfg.truncated == "mask"))
             cut = cfg.num_minibatches, budget.tokens, students[0].packed, False, gpus.student
             minibatches = batch.minibatches(*cut)
@@ -404,7 +408,7 @@ def main(cfg: Config) -> None:
                 if ahead and ahead[1]:
                     ahead[1]()  # the copies sample: they are needed here
                 models.refresh(replicas)
-                log.eval(step, **evaluate(sampler, students[0], teacher, eval_examples, tokenizer, home, cfg))
+                log.eval(step, **evaluate(sampler, students[0], teacher, eval_examples, grade, tokenizer, home, cfg))
             stopping = bool(stop) or collapsed  # read once: a signal may come while the checkpoint is written
             if step % cfg.save_every == 0 or step == cfg.steps or stopping:
                 save()

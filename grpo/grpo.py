@@ -8,6 +8,7 @@ Dims:   P prompts, G completions per prompt, B = P*G, m sequences in one forward
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -18,6 +19,7 @@ sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / 
 from common import advantages, background, checkpoint, config, data, devices, distributed, guards, logprobs, lora
 from common import losses, memory, metrics, models, optim, plan, profiling, reward_client, rewards, rollout
 from common.config import require
+from common.rewards import RewardModel, overlong_penalty
 
 POLICY_GPU_IDS = (0,)  # the policy's GPU
 REFERENCE_GPU_ID = 0  # frozen reference, loaded only if kl_coef > 0
@@ -179,7 +181,7 @@ def grpo_loss(policy, micro, cfg, num_sequences, num_tokens):
 
 
 # [copy]
-def score(examples_P, batch, tokenizer, judge, cfg):
+def score(examples_P, batch, tokenizer, functions, judge, cfg):
     """Completions as text, their rewards [B], and by function, reward model or part of a service."""
     group_size = len(batch) // len(examples_P)
     completions_B = batch.texts(tokenizer)
@@ -191,12 +193,12 @@ def score(examples_P, batch, tokenizer, judge, cfg):
     elif judge is not None:
         prompts_B = [example.prompt for example in examples_P for _ in range(group_size)]
         scores["reward_model"] = (judge.scores(prompts_B, completions_B), cfg.reward_model_weight)
-    functions = () if cfg.reward_url else REWARDS
+    functions = () if cfg.reward_url else functions
     return rewards.Scored(completions_B, *rewards.score(functions, completions_B, answers_B, columns, extra=scores))
 
 
 # [copy]
-def resample(examples_P, batch, scoring, prompts, sampler, tokenizer, judge, cfg, step):
+def resample(examples_P, batch, scoring, prompts, sampler, grade, cfg, step):
     """Dynamic sampling: new prompts take the places of groups with equal rewards, which teach nothing.
 
     DAPO's rule (arXiv 2503.14476, Eq. 11) for any reward, up to a number of rounds; a group still equal then stays.
@@ -217,24 +219,24 @@ def resample(examples_P, batch, scoring, prompts, sampler, tokenizer, judge, cfg
                                        temperature=cfg.temperature, seed=cfg.seed, step=step,
                                        prompt_numbers=numbers)  # fmt: skip
                 batch = batch.put(torch.tensor(rows), new)
-                scored.put(rows, score(new_P, new, tokenizer, judge, cfg))
+                scored.put(rows, grade(new_P, new))
         replaced += len(places)
     return batch, replaced / len(examples_P)
 
 
 # [copy]
-def evaluate(sampler, examples, tokenizer, judge, cfg):
+def evaluate(sampler, examples, grade, cfg):
     """Mean reward of greedy completions, over the examples of all ranks."""
     rewards_E, size = [], cfg.batch_size * cfg.group_size
     with distributed.together("evaluate"):
         for part in [examples[i : i + size] for i in range(0, len(examples), size)]:
             batch = sampler.generate([e.prompt_ids for e in part], group_size=1, temperature=0)
-            rewards_E.append(score(part, batch, tokenizer, judge, cfg).rewards)
+            rewards_E.append(grade(part, batch).rewards)
     return metrics.mean_scored(rewards_E)
 
 
-def main(cfg: Config) -> None:
-    """Trains the policy; every step is rollout, score, update, report and save."""
+def main(cfg: Config, rewards=REWARDS) -> None:
+    """Trains the policy; every step is rollout, score, update, report and save. `rewards`: in place of REWARDS."""
     gpus = devices.layout(POLICY_GPU_IDS, REFERENCE_GPU_ID, REWARD_GPU_ID, cfg.device)
     home = gpus.policy[0]
     devices.limit_memory(gpus.all, cfg.memory_limit)
@@ -252,11 +254,12 @@ def main(cfg: Config) -> None:
         frozen = models.load_frozen(checkpoint.reference(resumed, cfg), gpus.reference, cfg.dtype)
         reference = logprobs.LogProbs(frozen, cfg.temperature, cfg.compile)
     if cfg.reward_model:
-        judge = rewards.RewardModel(cfg.reward_model, gpus.reward, models.pick_dtype(cfg.dtype, gpus.reward))
+        judge = RewardModel(cfg.reward_model, gpus.reward, models.pick_dtype(cfg.dtype, gpus.reward))
     if cfg.reward_url:
         was = None if cfg.allow_reward_change else checkpoint.notes(resumed).get("reward_service")
         with checkpoint.save_on_outage(), distributed.together("find the reward service"):
             judge = reward_client.RewardService(cfg.reward_url, patience_s=cfg.reward_patience, fingerprint=was)
+    grade = partial(score, tokenizer=tokenizer, functions=rewards, judge=judge, cfg=cfg)
     optimizer = optim.AdamW(model, cfg.learning_rate, weight_decay=cfg.weight_decay, offload=cfg.optimizer_offload)
     reading = dict(max_prompt_tokens=cfg.max_prompt_tokens, apply_chat_template=cfg.apply_chat_template,
                    system_prompt=cfg.system_prompt)  # fmt: skip
@@ -293,7 +296,7 @@ def main(cfg: Config) -> None:
         checkpoint.save_on_outage(lambda: save(batch)),  # of the reward service: after a resume, the batch comes first
     ):
         if log.evaluation_due(cfg):
-            log.eval(start, eval_reward=evaluate(sampler, eval_examples, tokenizer, judge, cfg))
+            log.eval(start, eval_reward=evaluate(sampler, eval_examples, grade, cfg))
         for step in range(start + 1, cfg.steps + 1):
             # 1. rollout: B completions from the current policy
             examples_P = prompts.next()
@@ -303,12 +306,10 @@ def main(cfg: Config) -> None:
                 unscored = None
 
             # 2. score: rewards, and meanwhile log-probs; rewards stay rewards, advantages get their own name
-            scoring = background.start(score, examples_P, batch, tokenizer, judge, cfg)
+            scoring = background.start(grade, examples_P, batch)
             if cfg.dynamic_sampling:
                 with log.time("resample"):
-                    batch, resampled = resample(
-                        examples_P, batch, scoring, prompts, sampler, tokenizer, judge, cfg, step
-                    )
+                    batch, resampled = resample(examples_P, batch, scoring, prompts, sampler, grade, cfg, step)
                 log.add(len(examples_P), resampled=resampled)
             minibatches = batch.minibatches(cfg.num_minibatches, budget.tokens, policy.packed)
             micros = list(chain(*minibatches))
@@ -319,7 +320,7 @@ def main(cfg: Config) -> None:
             with log.time("score"):
                 scored = scoring.result()
             if cfg.overlong_cache:  # not before dynamic sampling, which asks about the task
-                penalty_B = rewards.overlong_penalty(batch.lengths, cfg.max_new_tokens, cfg.overlong_cache)
+                penalty_B = overlong_penalty(batch.lengths, cfg.max_new_tokens, cfg.overlong_cache)
                 scored.rewards, scored.by_function["overlong"] = scored.rewards + penalty_B, penalty_B
             rewards_PG = scored.rewards.view(-1, cfg.group_size)
             advantages_B = advantages.group_advantages(rewards_PG, cfg.scale).flatten().to(home)
@@ -357,7 +358,7 @@ def main(cfg: Config) -> None:
             if cfg.sample_every and step % cfg.sample_every == 0:
                 log.samples(step, examples_P, scored.completions, scored.rewards.tolist(), cfg.print_samples)
             if eval_examples and (step % cfg.eval_every == 0 or step == cfg.steps):
-                log.eval(step, eval_reward=evaluate(sampler, eval_examples, tokenizer, judge, cfg))
+                log.eval(step, eval_reward=evaluate(sampler, eval_examples, grade, cfg))
             stopping = bool(stop) or collapsed  # read once: a signal may come while the checkpoint is written
             if step % cfg.save_every == 0 or step == cfg.steps or stopping:
                 save()

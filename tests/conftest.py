@@ -5,7 +5,11 @@ torch and transformers are imported where they are used: xdist's first process r
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import dataclasses
+import importlib.util
+import inspect
 import itertools
 import json
 import multiprocessing
@@ -17,9 +21,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -106,20 +111,33 @@ def tiny_model(kind: str, **options) -> torch.nn.Module:
     return model
 
 
-# Files that take longest, in the order in which they start: whole files go to the workers, and a long one at the end
-# would leave the others idle. Between runs of two ranks stand those that wait for servers more than they compute.
+# Files whose tests take longest, in the order in which they start: xdist hands out whole files, and a long one at the
+# end would leave the other worker idle. Tests that mostly wait for servers stand between those that compute.
 FIRST = [
     "test_readme", "test_resume", "test_faults", "test_poster_launcher", "test_grpo", "test_teacher_server",
-    "test_scripts", "test_poster_server", "test_gkd", "test_gkd_server", "test_parity", "test_engine", "test_rollout",
-    "test_benchmark", "test_images", "test_poster_grpo", "test_logprobs", "test_toy", "test_reward_client",
-    "test_poster_toys",
+    "test_golden", "test_scripts", "test_poster_server", "test_gkd", "test_gkd_server", "test_parity", "test_engine",
+    "test_rollout", "test_benchmark", "test_images", "test_poster_grpo", "test_logprobs", "test_toy",
+    "test_reward_client", "test_poster_toys",
 ]  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Moves the files above to the front; what stands in a file stays together and in order."""
+    """Moves the files above to the front; the tests of a file stay together and in order."""
     places = {name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(FIRST)))
+
+
+def set_rounding() -> None:
+    """Kernels that round differently, on request: tests/README.md lists what the suite was run with."""
+    import torch
+
+    if os.environ.get("RL_HAND_TEST_MKLDNN") == "0":
+        torch.backends.mkldnn.set_flags(False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rounding() -> None:
+    set_rounding()
 
 
 @pytest.fixture(scope="session")
@@ -165,22 +183,17 @@ PRELOAD = [
     "sentence_transformers", "fastapi", "uvicorn", "common.checkpoint", "common.metrics", "common.models",
     "common.reward_client", "common.rewards", "preload",
 ]  # fmt: skip
-REWARD_LINE = "    return rewards.math_match(completions, answers, **columns)\n"
-# What a random policy can earn, in place of the line above; some completions cannot be scored
-REWARD = "    return [float(len(c) % 5) if len(c) % 7 else float('nan') for c in completions]\n"
+
+
+def reward(completions: list[str], answers: list[str], **columns: list) -> list[float]:
+    """What a random policy can earn; some completions cannot be scored."""
+    return [float(len(c) % 5) if len(c) % 7 else float("nan") for c in completions]
+
+
 SMALL = dict(steps=3, batch_size=4, group_size=4, num_minibatches=2, max_new_tokens=8, micro_batch_tokens=60,
              save_every=2, keep_checkpoints=9, eval_every=2, eval_examples=8, sample_every=1, learning_rate=2e-4,
              warmup_steps=4, device="cpu")  # fmt: skip
 TIMEOUT = 100  # seconds; a run takes two on a quiet machine
-# Beginnings of what two runs differ in
-MEASURED = (
-    "seconds",
-    "tokens_per_second",
-    "memory_gib",
-    "host_memory_gib",
-    "embedding_seconds",
-    "similarity_share",
-)
 
 
 class Run:
@@ -282,12 +295,6 @@ def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def comparable(lines: list[dict]) -> list[dict]:
-    """Lines of metrics.jsonl without what no two runs have in common: durations and memory."""
-    kept = [line for line in lines if "seconds_save" not in line]
-    return [{k: v for k, v in line.items() if not k.startswith(MEASURED)} for line in kept]
-
-
 @contextlib.contextmanager
 def fault(*names: str) -> Iterator[None]:
     """Notes whether faults were survived, for the table: all that the block tried, or none."""
@@ -326,59 +333,95 @@ def fork(target: Callable, calls: list[tuple]) -> list:
     return processes
 
 
-def fork_script(script: Path, arguments: list[str], outputs: list[Path], environment: dict[str, str]) -> list:
-    """Starts what `python script arguments` does; for several outputs, the ranks that torchrun would start."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    group |= {"WORLD_SIZE": str(len(outputs)), "LOCAL_WORLD_SIZE": str(len(outputs))}
-    calls = []
-    for rank, output in enumerate(outputs):
-        output.touch()
-        own = group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if len(outputs) > 1 else {}
-        calls.append((str(script), arguments, str(output), environment | own))
-    return fork(_run_script, calls)
+@dataclasses.dataclass
+class Given:
+    """Objects that a test hands to a script: what it pickles reaches the process of every rank.
+
+    Attributes:
+        rewards: reward functions, each with weight 1, or pairs of function and weight; None: those of the script.
+        constants: by name, values of the constants at the top of the script.
+        prepare: called with the script's module before its main; may replace attributes of modules.
+    """
+
+    rewards: Sequence | None = None
+    constants: dict[str, Any] = dataclasses.field(default_factory=dict)
+    prepare: Callable | None = None
 
 
-def _run_script(script: str, arguments: list[str], output: str, environment: dict[str, str]) -> None:
-    """In the forked process: what `python script arguments` does."""
+def _run_script(script: str, arguments: list[str], output: str, environment: dict[str, str], given: Given) -> None:
+    """In the forked process: what `python script arguments` does, with the objects that are given."""
     import torch
 
-    handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(handle, 1)
-    os.dup2(handle, 2)
+    _redirect(output)
     os.chdir(ROOT)
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("RL_HAND_TEST_THREADS", 1)))
+    set_rounding()
     sys.argv = [script, *arguments]
-    runpy.run_path(script, run_name="__main__")
+    if given == Given():
+        runpy.run_path(script, run_name="__main__")
+        return
+    module = load_script(script)
+    for name, value in given.constants.items():
+        assert hasattr(module, name), f"{script} has no constant {name}"
+        setattr(module, name, value)
+    if given.prepare:
+        given.prepare(module)
+    objects = {}
+    if given.rewards is not None:
+        objects["rewards"] = [pair if isinstance(pair, tuple) else (pair, 1.0) for pair in given.rewards]
+    module.main(module.config.parse(module.Config), **objects)
+
+
+def load_script(path: str | Path) -> ModuleType:
+    """A script as a module, by its path."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def _run_function(function, arguments: tuple, output: str) -> None:
     """In the forked process: the function, its output in a file."""
-    handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(handle, 1)
-    os.dup2(handle, 2)
+    _redirect(output)
+    set_rounding()
     function(*arguments)
 
 
+def _redirect(output: str) -> None:
+    handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+
+
 class Launcher:
-    """Starts scripts with small settings on tiny models."""
+    """Starts scripts with small settings on tiny models.
+
+    A script given by its name runs in process, with `reward` above in place of its own rewards and with whatever else
+    a test hands in; a script given by its path runs as it is.
+    """
 
     def __init__(self, defaults: dict, models: dict[str, dict], copies: Path, outputs: Path):
         self.defaults, self.models, self.copies, self.outputs = defaults, models, copies, outputs
         self._count = itertools.count()
         self._trained: dict[tuple, Run] = {}
 
-    def copy(self, script: str = "gspo", reward: str = REWARD, edits: dict[str, str] | None = None) -> Path:
-        """A copied script with another reward, and other edits of its text, as users make them."""
+    def copy(self, script: str = "gspo", **constants: Any) -> Path:
+        """A copy as a user makes it, for real command lines: with `reward` above, and constants set at its top."""
         text = SCRIPTS[script].read_text()
-        for old, new in {REWARD_LINE: reward, **(edits or {})}.items():
-            assert text.count(old) == 1, f"{script}.py holds {text.count(old)} times {old!r}"
-            text = text.replace(old, new)
+        lines, replaced = text.splitlines(keepends=True), {}
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef) and node.name == "reward":
+                replaced[node.lineno - 1, node.end_lineno] = inspect.getsource(reward)
+            elif isinstance(node, ast.Assign) and (name := node.targets[0].id) in constants:
+                replaced[node.lineno - 1, node.end_lineno] = f"{name} = {constants[name]!r}\n"
+        assert len(replaced) == 1 + len(constants), f"{script}.py lacks one of reward, {', '.join(constants)}"
+        for (first, end), source in sorted(replaced.items(), reverse=True):
+            lines[first:end] = [source]
         path = self.copies / f"{script}_{next(self._count)}_copy.py"
-        path.write_text(text)
+        path.write_text("".join(lines))
         return path
 
     def options(self, script: Path, out_dir: Path, **options) -> list[str]:
@@ -386,32 +429,49 @@ class Launcher:
         values = {**self.defaults, **self.models[family], **options, "out_dir": out_dir}
         return [text for name, value in values.items() for text in (f"--{name}", str(value))]
 
-    def start(self, script: Path, out_dir: Path, ranks: int = 1, **options) -> Run:
-        """Starts a script, with several ranks as torchrun would."""
-        number = next(self._count)  # a file for each rank: not every file system keeps what two append at once
-        outputs = [self.outputs / f"{number}.{rank}.txt" for rank in range(ranks)]
-        processes = fork_script(script, self.options(script, out_dir, **options), outputs, {})
-        return Run(processes, outputs, Path(out_dir))
+    def start(
+        self, script: str | Path, out_dir: Path, ranks: int = 1, *, rewards: Sequence | None = None,
+        constants: dict[str, Any] | None = None, prepare: Callable | None = None, **options,
+    ) -> Run:  # fmt: skip
+        """Starts a script, with several ranks as torchrun would; see `Given` for what can be handed in."""
+        if isinstance(script, str):
+            script, rewards = SCRIPTS[script], [reward] if rewards is None else rewards
+        given = Given(rewards, constants or {}, prepare)
+        outputs = self._outputs(ranks)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        group |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        calls = []
+        for rank, output in enumerate(outputs):
+            own = group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            calls.append((str(script), self.options(script, out_dir, **options), str(output), own, given))
+        return Run(fork(_run_script, calls), outputs, Path(out_dir))
 
-    def run_function(self, function, ranks: int, arguments: tuple = (), timeout: float = TIMEOUT) -> None:
-        """Runs a function of a test module in several processes; its first argument is the rank, then their number."""
+    def _outputs(self, ranks: int) -> list[Path]:
+        """A file for each rank: not every file system keeps what two append at once."""
         number = next(self._count)
         outputs = [self.outputs / f"{number}.{rank}.txt" for rank in range(ranks)]
         for output in outputs:
             output.touch()
+        return outputs
+
+    def run_function(self, function, ranks: int, arguments: tuple = (), timeout: float = TIMEOUT) -> None:
+        """Runs a function of a test module in several processes; its first argument is the rank, then their number."""
+        outputs = self._outputs(ranks)
         calls = [(function, (rank, ranks, *arguments), str(output)) for rank, output in enumerate(outputs)]
         Run(fork(_run_function, calls), outputs, self.outputs).wait(timeout).succeeded()
 
-    def run(self, script: Path, out_dir: Path, ranks: int = 1, timeout: float = TIMEOUT, **options) -> Run:
+    def run(self, script: str | Path, out_dir: Path, ranks: int = 1, timeout: float = TIMEOUT, **options) -> Run:
         """Runs a script to its end, whatever that is."""
         return self.start(script, out_dir, ranks, **options).wait(timeout)
 
     def trained(self, script: str = "gspo", ranks: int = 1, **options) -> Run:
-        """A run of a copied script that went well; tests that ask for the same one share it, so leave it as it is."""
+        """A run that went well; tests that ask for the same one share it, so leave it as it is."""
         key = (script, ranks, *sorted(options.items()))
         if key not in self._trained:
             out_dir = self.outputs / f"run{next(self._count)}"
-            self._trained[key] = self.run(self.copy(script), out_dir, ranks, **options).succeeded()
+            self._trained[key] = self.run(script, out_dir, ranks, **options).succeeded()
         return self._trained[key]
 
     def command(self, command: list, script: Path, out_dir: Path, **options) -> Run:
@@ -420,6 +480,24 @@ class Launcher:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         process = Command([*command, script, *self.options(script, out_dir, **options)], output, environment)
         return Run([process], [output], Path(out_dir))
+
+
+# ---- objects to hand in ----
+
+
+def two_replicas(module: ModuleType, count: int = 2) -> None:
+    """`prepare`: several replicas in one process, all on the CPU, where a layout of GPUs would have them."""
+    import torch
+
+    from common import devices
+
+    cpu = torch.device("cpu")
+
+    class Replicas(devices.Layout):
+        replicas = property(lambda self: list(self.policy))
+
+    devices.layout = lambda *_: Replicas((cpu,) * count, cpu, cpu, (cpu,))
+    devices.distillation_layout = lambda *_: devices.DistillationLayout((cpu,) * count, None, (cpu,))
 
 
 @pytest.fixture(scope="session")

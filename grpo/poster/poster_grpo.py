@@ -16,6 +16,7 @@ import io
 import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -207,7 +208,7 @@ def sent(reference, picture):
     return base64.b64encode(file.getvalue()).decode()
 
 
-def score(examples_P, pictures_P, batch, tokenizer, judge, cfg):
+def score(examples_P, pictures_P, batch, tokenizer, functions, judge, cfg):
     """Completions as text, their rewards [B], and the parts of the reward by name."""
     group_size = len(batch) // len(examples_P)
     completions_B = batch.texts(tokenizer)
@@ -218,7 +219,7 @@ def score(examples_P, pictures_P, batch, tokenizer, judge, cfg):
         columns["extra_info"] = [extra for extra in extra_P for _ in range(group_size)]
     columns["completion_tokens"] = batch.lengths.tolist()
     scores = judge.scores(completions_B, answers_B, columns, group_size)
-    return rewards.Scored(completions_B, *rewards.score(REWARDS, completions_B, answers_B, columns, extra=scores))
+    return rewards.Scored(completions_B, *rewards.score(functions, completions_B, answers_B, columns, extra=scores))
 
 
 def sample(sampler, model, processor, examples, pictures, batch=None, **options):
@@ -231,7 +232,7 @@ def sample(sampler, model, processor, examples, pictures, batch=None, **options)
     return batch
 
 
-def evaluate(sampler, model, processor, examples, folder, tokenizer, judge, cfg):
+def evaluate(sampler, model, processor, examples, folder, grade, cfg):
     """Mean reward of greedy completions and means of its parts, over the examples of all ranks."""
     sums = {}
     with distributed.together("evaluate"):
@@ -240,7 +241,7 @@ def evaluate(sampler, model, processor, examples, folder, tokenizer, judge, cfg)
         for part in [examples[i : i + size] for i in range(0, len(examples), size)]:
             pictures = open_images(part, folder, processor)
             batch = sample(sampler, model, processor, part, pictures, group_size=1, temperature=0)
-            scored = score(part, pictures, batch, tokenizer, judge, cfg)
+            scored = grade(part, pictures, batch)
             for name, values in {"reward": scored.rewards, **scored.by_function}.items():
                 known = values[~values.isnan()]
                 total, count = sums.get(name, (0.0, 0))
@@ -255,8 +256,8 @@ def evaluate(sampler, model, processor, examples, folder, tokenizer, judge, cfg)
     return {f"eval_{name}": total / count for name, (total, count) in pairs.items() if count}
 
 
-def main(cfg: Config) -> None:
-    """Trains the policy; every step is rollout, score, update, report and save."""
+def main(cfg: Config, rewards=REWARDS) -> None:
+    """Trains the policy; every step is rollout, score, update, report and save. `rewards`: in place of REWARDS."""
     gpus = devices.layout_of_rank(REFERENCE_GPU_ID, None, cfg.device, "REFERENCE_GPU_ID")
     home = gpus.policy[0]
     rank, num_ranks = distributed.start(home, TIMEOUT_MINUTES)
@@ -322,6 +323,7 @@ def main(cfg: Config) -> None:
         judge = LocalRewards(cfg.coord_space)
         if cfg.reward_url:
             judge = reward_client.RewardService(cfg.reward_url, patience_s=cfg.reward_patience, fingerprint=was)
+    grade = partial(score, tokenizer=tokenizer, functions=rewards, judge=judge, cfg=cfg)
     prompts = data.PromptStream(train_examples, cfg.batch_size, cfg.seed, position, rank, num_ranks)
     prompts.warn_if_changed(checkpoint.notes(resumed).get("data"))
     config.save(cfg, cfg.out_dir)
@@ -337,7 +339,7 @@ def main(cfg: Config) -> None:
                             rollout=rollout)  # fmt: skip
 
     def eval_now():
-        return evaluate(sampler, whole, processor, eval_examples, eval_folder, tokenizer, judge, cfg)
+        return evaluate(sampler, whole, processor, eval_examples, eval_folder, grade, cfg)
 
     with (
         checkpoint.stop_on_signal() as stop,
@@ -357,7 +359,7 @@ def main(cfg: Config) -> None:
                 unscored = None
 
             # 2. score: rewards, and meanwhile log-probs; rewards stay rewards, advantages get their own name
-            scoring = background.start(score, examples_P, pictures_P, batch, tokenizer, judge, cfg)
+            scoring = background.start(grade, examples_P, pictures_P, batch)
             minibatches = batch.minibatches(cfg.num_minibatches, budget.tokens, policy.packed)
             if sharded:
                 sharding.even(minibatches)

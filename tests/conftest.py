@@ -121,6 +121,10 @@ FIRST = [
 ]  # fmt: skip
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", action="store_true", help="write tests/golden/ instead of comparing with it")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Moves the files above to the front; the tests of a file stay together and in order."""
     places = {name: place for place, name in enumerate(FIRST)}
@@ -348,6 +352,23 @@ class Given:
     prepare: Callable | None = None
 
 
+def fork_script(
+    script: Path, arguments: list[str], outputs: list[Path], environment: dict[str, str] | None = None,
+    given: Given | None = None,
+) -> list:  # fmt: skip
+    """Starts what `python script arguments` does; for several outputs, the ranks that torchrun would start."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    group |= {"WORLD_SIZE": str(len(outputs)), "LOCAL_WORLD_SIZE": str(len(outputs))}
+    calls = []
+    for rank, output in enumerate(outputs):
+        output.touch()
+        own = group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if len(outputs) > 1 else {}
+        calls.append((str(script), arguments, str(output), (environment or {}) | own, given or Given()))
+    return fork(_run_script, calls)
+
+
 def _run_script(script: str, arguments: list[str], output: str, environment: dict[str, str], given: Given) -> None:
     """In the forked process: what `python script arguments` does, with the objects that are given."""
     import torch
@@ -438,15 +459,8 @@ class Launcher:
             script, rewards = SCRIPTS[script], [reward] if rewards is None else rewards
         given = Given(rewards, constants or {}, prepare)
         outputs = self._outputs(ranks)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-        group |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        calls = []
-        for rank, output in enumerate(outputs):
-            own = group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-            calls.append((str(script), self.options(script, out_dir, **options), str(output), own, given))
-        return Run(fork(_run_script, calls), outputs, Path(out_dir))
+        processes = fork_script(script, self.options(script, out_dir, **options), outputs, given=given)
+        return Run(processes, outputs, Path(out_dir))
 
     def _outputs(self, ranks: int) -> list[Path]:
         """A file for each rank: not every file system keeps what two append at once."""
@@ -483,6 +497,20 @@ class Launcher:
 
 
 # ---- objects to hand in ----
+
+
+class Slow:
+    """The reward above, after a pause in which a test does something to the run."""
+
+    __name__ = "reward"
+
+    def __init__(self, seconds: float = 0.3):
+        self.seconds = seconds
+
+    def __call__(self, completions: list[str], answers: list[str], **columns: list) -> list[float]:
+        print("scoring", flush=True)
+        time.sleep(self.seconds)
+        return reward(completions, answers, **columns)
 
 
 def two_replicas(module: ModuleType, count: int = 2) -> None:

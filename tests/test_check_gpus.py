@@ -1,7 +1,6 @@
 """Tests of scripts/check_gpus.py, common/cards.py and common/probes.py: a made-up machine, and two real ranks."""
 
 import dataclasses
-import importlib.util
 import re
 import sys
 import threading
@@ -10,11 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT
+from test_tools import load_script
 
 from common import cards, probes
 from common.devices import GIB
 
-ROOT = Path(__file__).resolve().parents[1]
+CPU = torch.device("cpu")
 GPUS = """\
 0, GPU-aaaa1111, 00000000:1b:00.0, 81920, 80000, 580.95.05, NVIDIA A100, 80GB
 1, GPU-bbbb2222, 00000000:2C:00.0, 81920, 40960, 580.95.05, NVIDIA A100, 80GB
@@ -31,7 +32,8 @@ GPU 2: NVIDIA A100 (UUID: GPU-bbcc3333)
   MIG 1g.10gb     Device  0: (UUID: MIG-dddd4444)
   MIG 2g.20gb     Device  1: (UUID: MIG-eeee5555)
 """
-MACHINE = cards.parse(GPUS, APPS, LISTING)
+MACHINE, NONE = cards.parse(GPUS, APPS, LISTING), cards.Machine()
+check = load_script("check_gpus")
 
 
 def seen(uuid, bus, total=80):
@@ -40,24 +42,13 @@ def seen(uuid, bus, total=80):
                            pci_device_id=0)  # fmt: skip
 
 
-ALL_SEEN = [seen("aaaa1111", 0x1B), seen("bbbb2222", 0x2C), seen("bbcc3333", 0x3D)]
-
-
-@pytest.fixture
-def check(monkeypatch):
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("check_gpus", ROOT / "scripts" / "check_gpus.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "check_gpus", module)
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    spec.loader.exec_module(module)
-    return module
+ONE, TWO, THREE = ALL_SEEN = [seen("aaaa1111", 0x1B), seen("bbbb2222", 0x2C), seen("bbcc3333", 0x3D)]
 
 
 @pytest.fixture
 def machine(monkeypatch):
     """Makes torch see GPUs, and nvidia-smi say something."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
     def make(properties, said=MACHINE, visible=None):
@@ -67,13 +58,11 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(cards, "ask", lambda: said)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
     return make
-
-
-# --- nvidia-smi and CUDA_VISIBLE_DEVICES ---
 
 
 def test_answers_of_nvidia_smi_are_read():
@@ -83,50 +72,39 @@ def test_answers_of_nvidia_smi_are_read():
     assert MACHINE.driver == "580.95.05"
     assert MACHINE.users == {second.uuid: [("811", 39 * GIB, "/usr/bin/python3"), ("812", 0, "[Not Found]")]}
     assert MACHINE.slices == {"MIG-dddd4444": ("2", "1g.10gb"), "MIG-eeee5555": ("2", "2g.20gb")}
-    assert cards.parse("", "", "") == cards.Machine()
+    assert cards.parse("", "", "") == NONE
     unknown = cards.parse(GPUS.replace("81920, 80000", "[N/A], [N/A]"), "", "").rows[0]
     assert (unknown.total, unknown.free) == (0, 0)
 
 
-def test_a_full_gpu_is_not_asked_for_its_memory(machine, monkeypatch):
-    machine(ALL_SEEN[:1])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: pytest.fail("takes memory of the GPU"))
-    [card] = cards.collect(cards.parse(GPUS.replace("80000", "0"), "", ""))
-    assert (card.free, card.total) == (0, 80 * GIB)
-
-
-def test_gpus_are_matched_whatever_their_order(machine):
-    machine([seen("bbcc3333", 0x3D), seen("bbbb2222", 0x2C), seen("????", 0x1B)])
+def test_gpus_are_matched_whatever_their_order_and_this_process_is_no_other_user(machine, monkeypatch):
+    machine([THREE, TWO, seen("????", 0x1B)])
     last, middle, first = cards.collect(MACHINE)
     assert (last.number, last.physical, last.uuid, last.free) == (0, "2", "GPU-bbcc3333", 80 * GIB)
     assert (middle.physical, middle.free) == ("1", 40 * GIB)
     assert middle.users == ("pid 811 python3 39.0 GiB", "pid 812 [Not Found]")
     assert (first.physical, first.uuid, first.free) == ("0", "GPU-aaaa1111", 80000 * 2**20)  # by its PCI address
+    monkeypatch.setattr(cards.os, "getpid", lambda: 811)
+    assert cards.collect(MACHINE)[1].users == ("pid 812 [Not Found]",)
 
 
-def test_memory_of_a_mig_slice_is_not_that_of_its_gpu(machine):
+def test_memory_is_asked_of_cuda_only_without_nvidia_smi_and_for_a_mig_slice(machine, monkeypatch):
     machine([seen("eeee5555", 0x3D, total=20)])
     [card] = cards.collect(MACHINE)
     assert (card.physical, card.uuid) == ("2 MIG 2g.20gb", "MIG-eeee5555")
     assert (card.total, card.free) == (20 * GIB, 9 * GIB)
-
-
-def test_without_nvidia_smi_cuda_is_asked(machine):
-    machine([seen("aaaa1111", 0x1B)])
-    [card] = cards.collect(cards.Machine())
+    machine([ONE])
+    [card] = cards.collect(NONE)
     assert (card.physical, card.uuid, card.bus) == ("?", "GPU-aaaa1111", "00000000:1B:00.0")
     assert (card.total, card.free, card.users) == (80 * GIB, 9 * GIB, ())
-
-
-def test_this_process_is_no_other_user(machine, monkeypatch):
-    monkeypatch.setattr(cards.os, "getpid", lambda: 811)
-    machine(ALL_SEEN)
-    assert cards.collect(MACHINE)[1].users == ("pid 812 [Not Found]",)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: pytest.fail("takes memory of the GPU"))
+    [card] = cards.collect(cards.parse(GPUS.replace("80000", "0"), "", ""))  # which is full
+    assert (card.free, card.total) == (0, 80 * GIB)
 
 
 def test_nvidia_smi_is_run_where_there_is_one(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert cards.ask() == cards.Machine()
+    assert cards.ask() == NONE
     program = tmp_path / "nvidia-smi"
     program.write_text(
         f"#!/bin/sh\ncase $1 in --query-gpu=*) echo '{GPUS}' ;; --query-compute*) echo '{APPS}' ;; "
@@ -153,17 +131,14 @@ def test_what_cuda_makes_of_the_variable(visible, shown, wrong):
 @pytest.mark.parametrize(("visible", "found", "built", "said"), [
     ("", 0, "13.0", "CUDA_VISIBLE_DEVICES = '': it hides the 3 GPU(s) of this machine; unset it, or name them, 0,1,2"),
     ("0,3", 1, "13.0", "CUDA_VISIBLE_DEVICES = '0,3': '3' is no GPU of this machine"),
-    (None, 0, None, "on a machine with 3 GPU(s): it is built without CUDA; install the build for CUDA"),
-    (None, 0, "13.0", "driver 580.95.05, with which torch sees none of 3 GPU(s): must be one for CUDA 13.0; update it"),
+    (None, 0, None, "on a machine with 3 GPU(s): it is built without CUDA"),
+    (None, 0, "13.0", "driver 580.95.05, with which torch sees none of 3 GPU(s): must be one for CUDA 13.0"),
     ("0,1", 2, "13.0", ""), (None, 3, "13.0", ""),
 ])  # fmt: skip
 def test_why_gpus_are_not_seen(visible, found, built, said):
     message = cards.hidden(visible, MACHINE, found, built)
     assert said in message and bool(message) == bool(said)
-    assert cards.hidden(visible, cards.Machine(), 0, built) == ""  # a machine without GPUs is no mistake
-
-
-# --- the script ---
+    assert cards.hidden(visible, NONE, 0, built) == ""  # a machine without GPUs is no mistake
 
 
 def rows(printed, head):
@@ -172,225 +147,166 @@ def rows(printed, head):
     return [line.split() for line in after.split("\n\n")[0].splitlines()]
 
 
-def test_a_layout_that_fits(check, machine, capsys):
+def by_role(printed):
+    return {(role, number): rest for _, role, number, *rest in rows(printed, "rank  role ")}
+
+
+def test_a_layout_that_fits_and_one_that_does_not(machine, capsys):
     machine(ALL_SEEN)
     assert check.main(["--no-probe", "gspo/gspo_multigpu.py", "--kl_coef", "0.1"]) == 0
     printed = capsys.readouterr().out
     process = dict(zip(("rank", "local", "of", "host"), rows(printed, "rank  local rank")[0], strict=False))
     assert process["of"] == "1" and "not set" in printed and "580.95.05" in printed
-    by_role = {(role, number): rest for _, role, number, *rest in rows(printed, "rank  role ")}
-    assert by_role["policy", "1"] == ["1", "NVIDIA", "A100", "40.0"]
-    assert by_role["reference", "2"] == ["2", "NVIDIA", "A100", "80.0"] and ("reward", "2") not in by_role
+    places = by_role(printed)
+    assert places["policy", "1"] == ["1", "NVIDIA", "A100", "40.0"]
+    assert places["reference", "2"] == ["2", "NVIDIA", "A100", "80.0"] and ("reward", "2") not in places
     assert re.search(r"warning: host \S+, GPU 1 \(1 in nvidia-smi\): used by pid 811 python3 39.0 GiB and", printed)
     assert "GPU 2 (2 in nvidia-smi)" not in printed and "error" not in printed
-
-
-def test_a_layout_that_does_not_fit_is_shown_and_refused(check, machine, capsys):
-    machine([ALL_SEEN[2], ALL_SEEN[0]], visible="2,0")
+    machine([THREE, ONE], visible="2,0")
     assert check.main(["gspo/gspo_multigpu.py", "--kl_coef", "0.1"]) == 1
     printed = capsys.readouterr().out
-    by_role = {(role, number): rest for _, role, number, *rest in rows(printed, "rank  role ")}
-    assert by_role["policy", "0"][0] == "2" and by_role["policy", "1"][0] == "0"
-    assert by_role["reference", "2"] == ["not", "there"]
-    assert "error: this layout needs 3 GPUs (ids [0, 1, 2]), 2 visible. Edit the lines" in printed
+    places = by_role(printed)
+    assert places["policy", "0"][0] == "2" and places["policy", "1"][0] == "0"
+    assert places["reference", "2"] == ["not", "there"]
+    assert "error: this layout needs 3 GPUs (ids [0, 1, 2]), 2 visible" in printed
 
 
-def test_hidden_gpus_are_an_error_with_and_without_a_script(check, machine, capsys):
+def test_gpus_that_are_hidden_absent_or_do_not_start_are_said(machine, monkeypatch, capsys):
+    def said(*argv, code):
+        assert check.main([*argv]) == code
+        return capsys.readouterr().out
+
     machine([], visible="")
-    assert check.main([]) == 1
-    assert "error: CUDA_VISIBLE_DEVICES = '': it hides the 3 GPU(s)" in capsys.readouterr().out
-
-
-def test_a_machine_without_gpus_is_fine_until_a_script_wants_one(check, machine, capsys):
-    machine([], said=cards.Machine())
-    assert check.main([]) == 0
-    assert "no GPU: scripts with device = auto run on the CPU" in capsys.readouterr().out
-    assert check.main(["gspo/gspo.py"]) == 0
-    assert ["0", "policy", "cpu"] in rows(capsys.readouterr().out, "rank  role ")
-    assert check.main(["gspo/gspo.py", "--device", "cuda"]) == 1
-    assert "error: this layout needs 1 GPUs (ids [0]), 0 visible" in capsys.readouterr().out
-
-
-def test_a_script_for_torchrun_started_alone_says_how_to_ask_for_more(check, machine, capsys):
+    assert "error: CUDA_VISIBLE_DEVICES = '': it hides the 3 GPU(s)" in said(code=1)
+    # a machine without GPUs is fine until a script wants one
+    machine([], said=NONE)
+    assert "no GPU: scripts with device = auto run on the CPU" in said(code=0)
+    assert ["0", "policy", "cpu"] in rows(said("gspo/gspo.py", code=0), "rank  role ")
+    assert "needs 1 GPUs (ids [0]), 0 visible" in said("gspo/gspo.py", "--device", "cuda", code=1)
     machine(ALL_SEEN)
-    assert check.main(["--no-probe", "gspo/gspo_ddp.py"]) == 0
-    assert "torchrun --nproc_per_node=3 scripts/check_gpus.py gspo/gspo_ddp.py" in capsys.readouterr().out
-
-
-def test_cuda_that_does_not_start_is_said(check, machine, monkeypatch, capsys):
-    machine(ALL_SEEN)
+    # a script for torchrun that is started alone says how to ask for more
+    printed = said("--no-probe", "gspo/gspo_ddp.py", code=0)
+    assert "torchrun --nproc_per_node=3 scripts/check_gpus.py gspo/gspo_ddp.py" in printed
+    with pytest.raises(SystemExit) as left:
+        check.main(["gkd/teacher_server.py"])
+    assert left.value.code == 2 and "must be a training script" in capsys.readouterr().err
 
     def broken(number):
         raise RuntimeError("CUDA error: system not yet initialized")
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", broken)
-    assert check.main([]) == 1
-    assert "error: 3 GPU(s): CUDA does not start, CUDA error: system not yet init" in capsys.readouterr().out
+    assert "error: 3 GPU(s): CUDA does not start, CUDA error: system not yet init" in said(code=1)
 
 
-def test_what_is_no_script_is_an_error_of_the_command_line(check, machine, capsys):
-    machine(ALL_SEEN)
-    with pytest.raises(SystemExit) as left:
-        check.main(["gkd/teacher_server.py"])
-    assert left.value.code == 2 and "must be a training script" in capsys.readouterr().err
-
-
-def ranks(check, machine, monkeypatch, properties):
+@pytest.fixture
+def ranks(machine, monkeypatch):
     """What ranks see that each have GPUs of their own, on one host."""
-    processes = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
-    for rank, (local_rank, gpus) in enumerate(properties):
-        machine(gpus)
-        for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", len(properties))):
-            monkeypatch.setenv(name, str(value))
-        processes.append(check.look(MACHINE))
-    return processes
+
+    def look(*properties):
+        processes = []
+        for rank, (local_rank, gpus) in enumerate(properties):
+            machine(gpus)
+            for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", len(properties))):
+                monkeypatch.setenv(name, str(value))
+            processes.append(check.look(MACHINE))
+        return processes
+
+    return look
 
 
-def test_two_ranks_may_not_train_on_one_gpu(check, machine, monkeypatch):
-    one, two, _ = ALL_SEEN
-    assert check.problems(ranks(check, machine, monkeypatch, [(0, [one, two]), (1, [one, two])])) == []
-    [said] = check.problems(ranks(check, machine, monkeypatch, [(0, [one, two]), (1, [two, one])]))
-    assert said.startswith("ranks 0 and 1 on ") and "all with GPU-aaaa1111: each must train on a GPU of its own" in said
-    [said] = check.problems(ranks(check, machine, monkeypatch, [(0, [one]), (1, [one]), (0, [two])]))
-    assert said.startswith("on rank 1: LOCAL_RANK = 1: every rank takes the GPU of this number, and it sees 1; lower")
-    elsewhere = [dataclasses.replace(p, host=f"node{p.rank}") for p in
-                 ranks(check, machine, monkeypatch, [(0, [one]), (0, [one])])]  # fmt: skip
+def test_two_ranks_may_not_train_on_one_gpu(ranks):
+    assert check.problems(ranks((0, [ONE, TWO]), (1, [ONE, TWO]))) == []
+    [said] = check.problems(ranks((0, [ONE, TWO]), (1, [TWO, ONE])))
+    assert said.startswith("ranks 0 and 1 on ") and "all with GPU-aaaa1111" in said
+    [said] = check.problems(ranks((0, [ONE]), (1, [ONE]), (0, [TWO])))
+    assert said.startswith("on rank 1: LOCAL_RANK = 1: ") and "it sees 1" in said
+    elsewhere = [dataclasses.replace(p, host=f"node{p.rank}") for p in ranks((0, [ONE]), (0, [ONE]))]
     assert check.problems(elsewhere) == []
 
 
-def test_ranks_that_number_the_gpus_differently_have_tables_of_their_own(check, machine, monkeypatch):
-    one, two, _ = ALL_SEEN
-    same = check.report(ranks(check, machine, monkeypatch, [(0, [one, two]), (1, [one, two])]))
+def test_ranks_that_number_the_gpus_differently_have_tables_of_their_own(ranks):
+    same = check.report(ranks((0, [ONE, TWO]), (1, [ONE, TWO])))
     assert same.count("PCI bus") == 1 and "numbers them" not in same
-    other = check.report(ranks(check, machine, monkeypatch, [(0, [one, two]), (1, [two, one])]))
+    other = check.report(ranks((0, [ONE, TWO]), (1, [TWO, ONE])))
     assert other.count("PCI bus") == 2
     assert [row[:2] for row in rows(other.split("as rank 1")[1], "GPU ")] == [["0", "1"], ["1", "0"]]
 
 
-def test_memory_that_is_gone_without_a_known_user_is_a_warning(check, machine):
-    machine(ALL_SEEN[:1])
-    process = check.look(cards.Machine())  # 9 of 80 GiB are free
-    [said] = check.warnings([process, process])
+def test_memory_that_is_gone_without_a_known_user_is_a_warning(machine):
+    machine([ONE])
+    [said] = check.warnings([check.look(NONE)] * 2)  # 9 of 80 GiB are free
     assert "GPU 0 (? in nvidia-smi): used by others, 71.0 GiB" in said
     assert "nvidia-smi does not work: a reason" in check.warnings([], "a reason")
 
 
-def test_tables_are_aligned(check):
-    assert check.table(("a", "long"), [("value", 1), ("", "")]) == "a      long\nvalue  1\n"
-
-
-def test_the_sample_in_the_docstring_is_what_is_printed(check):
-    first = cards.Card(0, "2", "GPU-5d0c7a1e", "00000000:4B:00.0", "NVIDIA H200", 140 * GIB, 140 * GIB)
-    second = cards.Card(1, "3", "GPU-91b2e0f4", "00000000:5C:00.0", "NVIDIA H200", 140 * GIB, 98 * GIB,
-                        ("pid 811 python3 41.2 GiB",))  # fmt: skip
-    versions = "2.11.0+cu130", "13.0", "580.95.05"
-    processes = [check.Process("node1", 4121 + rank, rank, rank, 2, "2,3", versions, f"cuda:{rank}", (first, second),
-                               {"policy": (rank,), "rollout": (rank,)}, ()) for rank in range(2)]  # fmt: skip
-    printed = [check.report(processes, "gspo/gspo_ddp.py"), *check.warnings(processes)]
-    sample = "\n".join(line.removeprefix("    ") for line in check.__doc__.splitlines())
-    assert all(part in sample for part in printed), "\n".join(printed)
-
-
-# --- probes ---
-
-
-@pytest.fixture
-def left(monkeypatch):
-    """Exit codes with which the process would have ended."""
-    codes = []
-    monkeypatch.setattr(probes.os, "_exit", codes.append)
-    return codes
-
-
-def test_what_hangs_is_ended_with_a_message(left, monkeypatch, capsys):
-    ended = threading.Event()
+def test_what_hangs_is_ended_with_a_message(monkeypatch, capsys):
+    left, ended, timers = [], threading.Event(), []
     monkeypatch.setattr(probes.os, "_exit", lambda code: (left.append(code), ended.set()))
     with probes.watchdog(0.01, "all must meet; start them"):
         assert ended.wait(30)
     assert left == [1] and "error: no answer within 0.01 s: all must meet; start them" in capsys.readouterr().err
-    timer = []
-    monkeypatch.setattr(probes.threading, "Timer", lambda *given: timer.append(Timer()) or timer[0])
+
+    class Timer:
+        def __init__(self, *given):
+            timers.append(self)
+            self.start, self.cancel = (lambda: setattr(self, "runs", True)), (lambda: setattr(self, "runs", False))
+
+    monkeypatch.setattr(probes.threading, "Timer", Timer)
     with probes.watchdog(60, ""):
-        assert timer[0].running
-    assert not timer[0].running
+        assert timers[0].runs
+    assert not timers[0].runs
 
 
-class Timer:
-    running = False
-
-    def start(self):
-        self.running = True
-
-    def cancel(self):
-        self.running = False
-
-
-@pytest.fixture
-def alone(monkeypatch):
-    """One of two ranks; what comes from the other is up to the test."""
-
-    def given(all_reduce):
+def test_an_all_reduce_that_is_wrong_in_one_number_or_fails_is_an_error(monkeypatch, capsys):
+    def reduced(work):
+        """One of two ranks; what comes from the other is up to `work`."""
         for name, value in dict(get_world_size=2, get_rank=0, new_group=None).items():
             monkeypatch.setattr(probes.dist, name, lambda value=value, **_: value)
-        monkeypatch.setattr(probes.dist, "all_reduce", all_reduce)
+        monkeypatch.setattr(probes.dist, "all_reduce", lambda numbers, group: work(numbers))
+        return probes.all_reduce(CPU, 60)
 
-    return given
-
-
-def test_a_sum_that_is_wrong_in_one_number_is_an_error(alone):
-    alone(lambda numbers, group: numbers.fill_(3.0))
-    right, said = probes.all_reduce(torch.device("cpu"), 60)
+    right, said = reduced(lambda numbers: numbers.fill_(3.0))
     assert right and re.fullmatch(r"all-reduce of 64 MiB by 2 ranks over gloo: right, [\d.]+ GB/s", said)
-    alone(lambda numbers, group: numbers.fill_(3.0)[-1:].fill_(1.0))
-    right, said = probes.all_reduce(torch.device("cpu"), 60)
-    assert not right and "the sum is wrong; copies between GPUs may be broken" in said and "NCCL_P2P_DISABLE=1" in said
+    right, said = reduced(lambda numbers: numbers.fill_(3.0)[-1:].fill_(1.0))
+    assert not right and "the sum is wrong" in said and "NCCL_P2P_DISABLE=1" in said
 
-
-def test_an_all_reduce_that_fails_ends_the_rank(left, alone, monkeypatch, capsys):
-    def broken(numbers, group):
+    def broken(numbers):
         raise RuntimeError("unhandled cuda error")
 
-    alone(broken)
-    monkeypatch.setattr(probes.os, "_exit", lambda code: sys.exit(code))
+    monkeypatch.setattr(probes.os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as ended:
-        probes.all_reduce(torch.device("cpu"), 60)
-    assert ended.value.code == 1
-    assert "ranks over gloo failed: unhandled cuda error" in capsys.readouterr().err
+        reduced(broken)
+    assert ended.value.code == 1 and "over gloo failed: unhandled cuda error" in capsys.readouterr().err
 
 
-def test_a_wrong_sum_of_any_rank_fails_the_check(check, machine, monkeypatch):
-    machine([], said=cards.Machine())
-    processes = [check.look(cards.Machine())] * 2
+def test_a_wrong_sum_of_any_rank_fails_the_check(machine, monkeypatch):
+    machine([], said=NONE)
     monkeypatch.setattr(probes, "all_reduce", lambda device, seconds: (True, "right"))
-    monkeypatch.setattr(check.distributed, "gather_objects", lambda own: [own, (False, "wrong")])
-    assert check.probe(processes, True, False, 60) == ([], ["wrong"])
-    monkeypatch.setattr(check.distributed, "gather_objects", lambda own: [own, own])
-    assert check.probe(processes, True, False, 60) == (["right"], [])
+    for other, found in (((False, "wrong"), ([], ["wrong"])), ((True, "right"), (["right"], []))):
+        monkeypatch.setattr(check.distributed, "gather_objects", lambda own, other=other: [own, other])
+        assert check.probe([check.look(NONE)] * 2, True, False, 60) == found
 
 
-def test_pairs_of_gpus_and_their_speed_are_printed(check, machine, monkeypatch):
+def test_pairs_of_gpus_and_their_speed_are_printed(machine, monkeypatch):
     machine(ALL_SEEN)
-    process = check.look(MACHINE)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} != {0, 2})
     monkeypatch.setattr(probes, "bandwidth", lambda gpus: [["1", "2", *("3" for _ in gpus)] for _ in gpus])
-    (reach, speed), wrong = check.probe([process], False, True, 60)
+    (reach, speed), wrong = check.probe([check.look(MACHINE)], False, True, 60)
     assert rows(reach, "GPU ") == [["0", "yes", "no"], ["1", "yes", "yes"], ["2", "no", "yes"]] and not wrong
     assert rows(speed, "GPU ") == [[str(i), "1", "2", "3", "3", "3"] for i in range(3)]
-
-
-# --- ranks that are real ---
 
 
 def starter(folder, script):
     """A file that checks a script when it is run with the flags of that."""
     path = folder / "start_gspo.py"
     given = ["check_gpus.py", "--bandwidth", "--timeout", "90", f"{ROOT}/gspo/{script}.py"]
-    check = f"runpy.run_path('{ROOT}/scripts/check_gpus.py', run_name='__main__')"
-    path.write_text(f"import runpy, sys\nsys.argv = {given} + sys.argv[1:]\n{check}\n")
+    run = f"runpy.run_path('{ROOT}/scripts/check_gpus.py', run_name='__main__')"
+    path.write_text(f"import runpy, sys\nsys.argv = {given} + sys.argv[1:]\n{run}\n")
     return path
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize(("script", "code"), [("gspo_ddp", 0), ("gspo_multigpu", 1)])
 def test_two_ranks_report_once_and_agree(launcher, tmp_path, script, code):
     run = launcher.run(starter(tmp_path, script), tmp_path, ranks=2)
@@ -400,8 +316,8 @@ def test_two_ranks_report_once_and_agree(launcher, tmp_path, script, code):
     assert [row[:3] for row in found] == [["0", "0", "2"], ["1", "1", "2"]]
     assert [row[4] for row in found] == [str(process.pid) for process in run.processes]
     if code == 0:
-        by_rank = [row[:3] for row in rows(run.output, "rank  role ")]
-        assert by_rank == [[rank, role, "cpu"] for rank in "01" for role in ("policy", "rollout", "reference")]
+        places = [row[:3] for row in rows(run.output, "rank  role ")]
+        assert places == [[rank, role, "cpu"] for rank in "01" for role in ("policy", "rollout", "reference")]
         assert "all-reduce of 64 MiB by 2 ranks over gloo: right" in run.output
     else:
         assert "error: on rank 0 and 1: 2 processes: this script is one process" in run.output

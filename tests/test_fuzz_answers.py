@@ -4,20 +4,14 @@ import math
 import re
 import unicodedata
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common import rewards
-from common.answers import (
-    answers_match,
-    extract_answer,
-    last_boxed,
-    last_number,
-    normal_answer,
-    numbers_match,
-    to_fraction,
-)
+from common.answers import answers_match, last_boxed, last_number, normal_answer, numbers_match, to_fraction
 
+pytestmark = pytest.mark.fuzz
 # derandomized: a failure comes from a change, not from the day
 FUZZ = dict(deadline=None, derandomize=True, database=None)
 PIECES = [
@@ -33,7 +27,7 @@ TEXT = PIECED | st.text(max_size=20) | st.text("0123456789,./-+%eE \u0667\uff17\
 @settings(max_examples=150, **FUZZ)
 @given(text=TEXT, answer=TEXT)
 def test_any_text_is_read_and_compared(text, answer):
-    found, boxed, number = extract_answer(text), last_boxed(text), last_number(text)
+    found, boxed, number = rewards.extract_answer(text), last_boxed(text), last_number(text)
     assert found is None or (found == found.strip() != "")
     assert boxed is None or (boxed in text and ("\\boxed" in text or "\\fbox" in text))
     assert found is None or text.rfind("<think>") <= text.rfind("</think>")  # thinking that never closes has no answer
@@ -64,17 +58,15 @@ def full_width(text: str) -> str:
     return "".join(chr(ord(char) + 0xFEE0) for char in text)
 
 
+WHOLE = st.integers(-(10**9), 10**9)
+FORMS = ["{}", "{:,}", "{}.00", "{:,}.0", "{}/1", "+{}", "{}e0", "{}00%"]
+AROUND = ["{}", "{}.", "**{}**", "\u201c{}\u201d", "$x = {}$", "#### {}", "#### {} eggs", "#### {})", "\\boxed{{{}}}",
+          "\\fbox{{{}}}", "<answer>{}</answer>", "<think>7</think> <answer>\\boxed{{{}}}</answer>",
+          "7.\n\nit is {}."]  # fmt: skip
+
+
 @settings(max_examples=120, **FUZZ)
-@given(
-    number=st.integers(-(10**9), 10**9),
-    other=st.integers(-(10**9), 10**9),
-    form=st.sampled_from(["{}", "{:,}", "{}.00", "{:,}.0", "{}/1", "+{}", "{}e0", "{}00%"]),
-    widen=st.booleans(),
-    around=st.sampled_from(
-        ["{}", "{}.", "**{}**", "\u201c{}\u201d", "$x = {}$", "#### {}", "#### {} eggs", "#### {})", "\\boxed{{{}}}",
-         "\\fbox{{{}}}", "<answer>{}</answer>", "<think>7</think> <answer>\\boxed{{{}}}</answer>", "7.\n\nit is {}."]
-    ),
-)  # fmt: skip
+@given(WHOLE, WHOLE, st.sampled_from(FORMS), st.booleans(), st.sampled_from(AROUND))
 def test_a_number_is_right_however_it_is_written_and_no_other_is(number, other, form, widen, around):
     if number < 0 and form.startswith("+"):
         form = "{}"
@@ -83,28 +75,6 @@ def test_a_number_is_right_however_it_is_written_and_no_other_is(number, other, 
     assert answers_match(text, str(number)) == numbers_match(text, str(number)) == 1
     assert normal_answer(text) == str(number)
     assert answers_match(text, str(other)) == numbers_match(text, str(other)) == float(other == number)
-
-
-@settings(max_examples=100, **FUZZ)
-@given(text=st.lists(st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "a", "\n", " "]), max_size=9))
-def test_the_format_is_paid_for_each_tag_once_in_order_and_nothing_outside(text):
-    tags = [piece for piece in text if piece.startswith("<")]
-    outside, depth = "", 0
-    for piece in text:
-        depth += piece in ("<think>", "<answer>")
-        outside += piece * (depth == 0)
-        depth -= piece in ("</think>", "</answer>")
-    right = tags == ["<think>", "</think>", "<answer>", "</answer>"] and not outside.replace("</think>", "").strip()
-    assert rewards.format_reward(["".join(text)], ["1"]) == [float(right)]
-
-
-@settings(max_examples=50, **FUZZ)
-@given(target=st.integers(1, 10**6), width=st.integers(1, 10**6), lengths=st.lists(st.integers(0, 10**9), max_size=4))
-def test_length_reward_stays_between_0_and_1_and_falls_with_the_distance(target, width, lengths):
-    lengths = sorted([target, *lengths], key=lambda length: abs(length - target))
-    count = len(lengths)
-    values = rewards.length_reward(target, width)(["x"] * count, ["1"] * count, completion_tokens=lengths)
-    assert values[0] == 1.0 and min(values) >= 0.0 and values == sorted(values, reverse=True)
 
 
 # Read in linear time, each takes a fraction of a second; a pattern that is quadratic in one of them takes minutes.

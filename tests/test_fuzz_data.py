@@ -12,6 +12,7 @@ from common import rewards
 from common.data import ROLES, collate_columns, load_examples, read_json_lines
 
 # derandomized: a failure comes from a change, not from the day
+pytestmark = pytest.mark.fuzz
 FUZZ = dict(deadline=None, derandomize=True, database=None)
 TOKENIZERS = [make_tokenizer(), make_tokenizer(template=None), make_tokenizer(template="<bos>" + CHAT_TEMPLATE)]
 PLACE = re.compile(r"rows\.jsonl(, line \d+: |: byte \d+ is not UTF-8 text \(line \d+\); )")
@@ -33,18 +34,13 @@ def rows_of(path, content: bytes) -> list[dict] | None:
         return None
 
 
-def as_text(value) -> str:
-    return json.dumps(value)  # equal also where NaN is not
-
-
-# ---- lines ----
+# ---- lines: as JSON, where NaN equals itself ----
 
 TEXT = st.text('aé\u2028\x85\t\\"{}[]:,1-e\ud83d', max_size=4)
 SCALAR = st.sampled_from([None, True, 8, -0.0, 1e300, float("nan"), float("inf"), 10**4000]) | TEXT
 FIELDS = st.dictionaries(TEXT, SCALAR | st.lists(SCALAR, max_size=2) | st.dictionaries(TEXT, SCALAR), max_size=3)
-WHOLE = st.builds(json.dumps, FIELDS) | st.builds(
-    lambda fields: json.dumps(fields, ensure_ascii=False).replace("\ud83d", "e"), FIELDS
-)
+RAW = FIELDS.map(lambda fields: json.dumps(fields, ensure_ascii=False).replace("\ud83d", "e"))
+WHOLE = FIELDS.map(json.dumps) | RAW
 DAMAGED = st.builds(lambda text, cut, new: text[:cut] + new + text[cut + 1 :], WHOLE, st.integers(0, 30), TEXT)
 ODD = st.sampled_from(
     ["", " \t", "\ufeff", "\xa0", "[" * 2000, '{"a":' * 2000, '{"a":' + "1" * 5000 + "}", '{"a":1,"a":1}', "NaN", "[]"]
@@ -64,7 +60,7 @@ def test_every_line_is_a_row_or_an_error_with_its_place(path, lines, end, mark):
     rows = rows_of(path, content)
     if rows is not None:
         kept = [line.strip().lstrip("\ufeff").strip() for line in content.decode().split("\n")]
-        assert as_text(rows) == as_text([json.loads(line, strict=False) for line in kept if line])
+        assert json.dumps(rows) == json.dumps([json.loads(line, strict=False) for line in kept if line])
 
 
 @settings(max_examples=100, **FUZZ)
@@ -78,16 +74,15 @@ def test_any_bytes_are_rows_or_an_error_with_its_place(path, content):
 @given(rows=st.lists(FIELDS, min_size=1, max_size=3), cut=st.integers(1, 200))
 def test_no_row_of_a_file_that_was_cut_off_is_lost_in_silence(path, rows, cut):
     content = "\n".join(map(json.dumps, rows)).encode()
-    assert as_text(rows_of(path, content)) == as_text(rows)
+    assert json.dumps(rows_of(path, content)) == json.dumps(rows)
     found = rows_of(path, content[:-cut])
-    assert found is None or as_text(found) == as_text(rows[: len(found)])
+    assert found is None or json.dumps(found) == json.dumps(rows[: len(found)])
 
 
 # ---- rows ----
 
-WORDS = st.sampled_from(
-    ["", " ", "hi", "2+2=?", "<pad>", "<im_start>user\nhi<im_end>\n<im_start>assistant\n", "\ud800"]
-)
+TEMPLATED = "<im_start>user\nhi<im_end>\n<im_start>assistant\n"
+WORDS = st.sampled_from(["", " ", "hi", "2+2=?", "<pad>", TEMPLATED, "\ud800"])
 CONTENT = WORDS | st.sampled_from([None, 5, [{"type": "text", "text": "hi"}]])
 TURN = st.fixed_dictionaries(
     {"role": st.sampled_from([*ROLES[:5], "gpt", None, 5]), "content": CONTENT},

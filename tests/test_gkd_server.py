@@ -4,27 +4,30 @@ import contextlib
 import http.server
 import itertools
 import json
+import os
 import re
 import shutil
 import threading
 import time
+from functools import partial
 
 import pytest
 import requests
 import torch
-from conftest import assert_equal_weights, build_tokenizer, comparable, fault
+from bounds import rounding
+from comparing import assert_close, comparable
+from conftest import Slow, assert_equal_weights, build_tokenizer, fault
 from test_logprobs import PROMPTS
-from test_parity import assert_close
 from test_teacher_server import Process, Server, free_port, wait_for
 
-from common import distillation, models, offpolicy, teachers
+from common import distillation, models, offpolicy, teacher_client, teachers
 from common.distributed import OUTAGE_EXIT_CODE
 from common.service import Service
 
+pytestmark = pytest.mark.services
 STEPS = 4
 ALL = dict(steps=STEPS, teacher_top_k=0, n_server_workers=1, teacher_patience=60)  # the whole vocabulary
 MIXED = dict(lmbda=0.5, loss="jsd", beta=0.3, loss_temperature=0.7)
-SLOW_REWARD = "    __import__('time').sleep(0.25)\n    return [0.0] * len(completions)\n"
 
 
 @pytest.fixture(scope="module")
@@ -51,19 +54,19 @@ def start(model_folders, tmp_path):
         server.kill()
 
 
-def without_times(lines: list[dict]) -> list[dict]:
+def without_rewards(lines: list[dict]) -> list[dict]:
     return [{k: v for k, v in line.items() if not k.startswith("reward")} for line in comparable(lines)]
 
 
 @pytest.mark.parametrize("options", [{}, MIXED, dict(loss="opd")], ids=["reverse_kl", "mixed", "opd"])
 def test_the_loss_is_that_of_a_local_teacher(launcher, server, tmp_path, options):
     local = launcher.trained("gkd", steps=STEPS, **options)
-    run = launcher.run(launcher.copy("gkd"), tmp_path / "run", teacher_url=server.url, **ALL, **options).succeeded()
-    assert_close(run, local, metrics=1e-4, weights=2e-6)
+    run = launcher.run("gkd", tmp_path / "run", teacher_url=server.url, **ALL, **options).succeeded()
+    assert_close(run, local)
     if options == MIXED:
         two = dict(ALL, n_server_workers=3)
-        ranks = launcher.run(launcher.copy("gkd_ddp"), tmp_path / "two", 2, teacher_url=server.url, **two, **options)
-        assert_close(ranks.succeeded(), local, metrics=1e-4, weights=2e-6)
+        ranks = launcher.run("gkd_ddp", tmp_path / "two", 2, teacher_url=server.url, **two, **options)
+        assert_close(ranks.succeeded(), local)
 
 
 def test_a_student_that_is_its_teacher_has_nothing_to_learn(server, model_folders):
@@ -76,7 +79,8 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(server, model_folder
         for micro, beta in itertools.product(micros, (0.0, 0.5, 1.0)):
             student = distillation.Divergences(model, 0.7, False, beta, 64, None)
             values = student(*micro.tokens, micro.completion_mask.float(), *micro.said)[1]
-            assert values[..., :3].abs().max() <= 1e-5 and values[..., 5].max() > 0.5
+            # three sums of 64 terms of at most 1, of log-probs of at most 10
+            assert values[..., :3].abs().max() <= rounding(3 * 64, 10.0) and values[..., 5].max() > 0.5
 
 
 @pytest.mark.parametrize(("body", "message"), [
@@ -122,7 +126,7 @@ def test_a_server_with_another_tokenizer_is_refused(server, model_folders, tmp_p
 
 def test_the_top_k_and_a_tail_are_never_above_the_whole(launcher, server, tmp_path):
     local = launcher.trained("gkd", steps=STEPS)
-    run = launcher.run(launcher.copy("gkd"), tmp_path / "run", teacher_url=server.url, **{**ALL, "teacher_top_k": 8})
+    run = launcher.run("gkd", tmp_path / "run", teacher_url=server.url, **{**ALL, "teacher_top_k": 8})
     first, whole = run.succeeded().steps[0], local.steps[0]  # of the same student
     assert 0.1 * whole["divergence"] < first["divergence"] < whole["divergence"]
     assert first["teacher_logps"] == pytest.approx(whole["teacher_logps"], rel=1e-5)
@@ -131,15 +135,15 @@ def test_the_top_k_and_a_tail_are_never_above_the_whole(launcher, server, tmp_pa
 
 def test_the_teachers_own_answers_are_those_of_a_local_one(launcher, server, tmp_path):
     options = dict(lmbda=0.4, seq_kd=True, loss="forward_kl")
-    run = launcher.run(launcher.copy("gkd"), tmp_path / "run", teacher_url=server.url, **ALL, **options).succeeded()
-    assert_close(run, launcher.trained("gkd", steps=STEPS, **options), metrics=1e-4, weights=2e-6)
+    run = launcher.run("gkd", tmp_path / "run", teacher_url=server.url, **ALL, **options).succeeded()
+    assert_close(run, launcher.trained("gkd", steps=STEPS, **options))
 
 
 def test_a_teacher_that_is_killed_and_started_again_changes_nothing(launcher, start, tmp_path):
     options = dict(ALL, **MIXED, save_every=100)
     first = start()
-    straight = launcher.run(launcher.copy("gkd"), tmp_path / "straight", teacher_url=first.url, **options).succeeded()
-    run = launcher.start(launcher.copy("gkd", SLOW_REWARD), tmp_path / "run", teacher_url=first.url, **options)
+    straight = launcher.run("gkd", tmp_path / "straight", teacher_url=first.url, **options).succeeded()
+    run = launcher.start("gkd", tmp_path / "run", rewards=[Slow(0.25)], teacher_url=first.url, **options)
     run.wait_for(lambda: len(run.steps) >= 1)
     with fault("teacher server killed, and started again"):
         first.kill()
@@ -147,7 +151,7 @@ def test_a_teacher_that_is_killed_and_started_again_changes_nothing(launcher, st
         start()
         run.wait().succeeded()
         assert "going on" in run.output
-        assert without_times(run.steps) == without_times(straight.steps)
+        assert without_rewards(run.steps) == without_rewards(straight.steps)
         assert_equal_weights(run.weights(), straight.weights())
 
 
@@ -186,57 +190,53 @@ class Relay:
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
 
-SOAK = pytest.mark.slow
-HOW = [pytest.param("slow", marks=SOAK), pytest.param("hung", marks=SOAK), pytest.param("failing", marks=SOAK)]
+def impatient(module) -> None:
+    """A second for an answer."""
+    teacher_client.RemoteTeacher = partial(teacher_client.RemoteTeacher, timeout_s=1.0)
 
 
-@pytest.mark.parametrize("how", [*HOW, "answering garbage"])
+HOW = ("slow", "hung", "failing", "answering garbage") if "RL_HAND_KILLS" in os.environ else ("answering garbage",)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("how", HOW)
 def test_a_teacher_that_fails_stops_the_run_which_goes_on_with_a_good_one(launcher, server, tmp_path, how):
-    quick = {"patience_s=cfg.teacher_patience)": "patience_s=cfg.teacher_patience, timeout_s=1.0)"}
-    script, options = launcher.copy("gkd", edits=quick), dict(ALL, teacher_patience=1.5, save_every=1, eval_every=0)
-    straight = launcher.run(script, tmp_path / "straight", teacher_url=server.url, **options).succeeded()
+    options = dict(ALL, teacher_patience=1.5, save_every=1, eval_every=0, prepare=impatient)
+    straight = launcher.run("gkd", tmp_path / "straight", teacher_url=server.url, **options).succeeded()
     relay = Relay(server.url, how, tmp_path / "run")
     with fault(f"teacher server {how}"):
-        run = launcher.run(script, tmp_path / "run", teacher_url=relay.url, **options)
+        run = launcher.run("gkd", tmp_path / "run", teacher_url=relay.url, **options)
         if how == "slow":
             run.succeeded()
         else:
             assert run.codes[0] not in (0, None) and run.checkpoints, run.output
-            run = launcher.run(script, tmp_path / "run", teacher_url=server.url, **options).succeeded()
-        assert without_times(run.steps) == without_times(straight.steps)
+            run = launcher.run("gkd", tmp_path / "run", teacher_url=server.url, **options).succeeded()
+        assert without_rewards(run.steps) == without_rewards(straight.steps)
         assert_equal_weights(run.weights(), straight.weights())
     relay.server.shutdown()
 
 
-@pytest.mark.parametrize(("script", "ranks"), [pytest.param("gkd", 1, marks=pytest.mark.slow), ("gkd_ddp", 2)])
-def test_after_a_long_outage_the_run_is_saved_and_goes_on(launcher, start, tmp_path, script, ranks):
+@pytest.mark.faults
+def test_after_a_long_outage_the_run_is_saved_and_goes_on(launcher, start, tmp_path):
     options = {**ALL, **MIXED, "teacher_patience": 1.0, "save_every": 100}
     first = start()
-    slow = launcher.copy(script, SLOW_REWARD)
-    run = launcher.start(slow, tmp_path / "run", ranks, teacher_url=first.url, **options)
+    run = launcher.start("gkd_ddp", tmp_path / "run", 2, rewards=[Slow(0.25)], teacher_url=first.url, **options)
     run.wait_for(lambda: len(run.steps) >= 2)
     first.kill()
-    began = time.monotonic()
-    run.wait()
-    assert run.codes == [OUTAGE_EXIT_CODE] * ranks, run.output
+    run.wait(30)
+    assert run.codes == [OUTAGE_EXIT_CODE] * 2, run.output
     assert "stayed away for 1 s" in run.output and "the same command goes on from here" in run.output
-    assert time.monotonic() - began < 30
     (saved,) = run.checkpoints
     done = len(run.steps)
     assert saved == f"checkpoint-{done:06d}" and done < STEPS
     assert json.loads((run.out_dir / saved / "state.json").read_text())["position"] == 4 * done
     start()
-    run = launcher.run(slow, tmp_path / "run", ranks, teacher_url=first.url, **options).succeeded()
-    local = launcher.trained("gkd", steps=STEPS, **MIXED)
-    assert [line["step"] for line in run.steps] == list(range(1, STEPS + 1))
-    for own, theirs in zip(run.steps, local.steps, strict=True):
-        assert own["divergence"] == pytest.approx(theirs["divergence"], rel=1e-4)
-    for name, weight in local.weights().items():
-        assert (run.weights()[name] - weight).abs().mean() < 2e-7, name
+    run = launcher.run("gkd_ddp", tmp_path / "run", 2, teacher_url=first.url, **options).succeeded()
+    assert_close(run, launcher.trained("gkd", steps=STEPS, **MIXED), evaluations=False)
 
 
 def test_a_teacher_that_is_not_there_at_the_start_is_an_outage_too(launcher, tmp_path):
     options = {**ALL, "teacher_patience": 0.5, "teacher_url": f"http://127.0.0.1:{free_port()}"}
-    run = launcher.run(launcher.copy("gkd_ddp"), tmp_path / "run", 2, **options)
+    run = launcher.run("gkd_ddp", tmp_path / "run", 2, **options)
     assert run.codes == [OUTAGE_EXIT_CODE] * 2 and "stayed away for 0.5 s" in run.output
     assert not run.checkpoints and "saved" not in run.output

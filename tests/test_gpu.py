@@ -1,15 +1,18 @@
 """What only a GPU can show; every test is skipped where there are fewer than it needs."""
 
 import copy
+import dataclasses
 import gc
+import math
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, build_model, build_tokenizer, tiny_model
+from bounds import assert_rounded, rounding
+from comparing import TERMS, assert_close
+from conftest import TINY, assert_equal_weights, build_tokenizer, tiny_model
 from safetensors.torch import load_file
-from test_checkpoint import Config, save
 
 from common import checkpoint, logprobs, losses, models, optim
 from common.cache import FlashCache, SdpaCache
@@ -73,32 +76,32 @@ def assert_log_probs(model, batch, temperature=1.0) -> None:
     """Against a forward pass over each sequence alone, by transformers' attention and with logits in fp32."""
     plain = copy.deepcopy(model)
     plain.set_attn_implementation("sdpa")
-    differences = []
+    differences, magnitude = [], 0.0
     for i, completion in enumerate(completions(batch)):
         prompt = batch.prompt_ids[i][batch.prompt_mask[i]].tolist()
         with torch.no_grad():
             ids = torch.tensor([prompt + completion], device=model.device)
             hidden = plain.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0, len(prompt) - 1 : -1]
-            logps = (logprobs.vocabulary_logits(plain, hidden) / temperature).log_softmax(-1)
-        expected = logps.gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+            logits = logprobs.vocabulary_logits(plain, hidden) / temperature
+        expected = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).squeeze(1)
         differences.append(expected - batch.rollout_logps[i, : len(completion)])
+        magnitude = max(magnitude, logits.abs().max().item())
         assert not batch.rollout_logps[i, len(completion) :].any()
     largest = max(difference.abs().max().item() for difference in differences)
     mean = sum(difference.mean().item() for difference in differences) / len(differences)
-    # bf16 keeps 8 bits, and logits of these models are large; a wrong key or position would give 1 and more
-    limits = (1e-4, 1e-4) if model.dtype == torch.float32 else (0.25, 0.02)
-    assert largest < limits[0] and abs(mean) < limits[1], (largest, mean)
+    # Half precision is rounded to eight times in each of two layers, and summed in fp32. A wrong key or position would
+    # give several units. A bound is 8 standard deviations; errors of one completion may have one sign.
+    terms = TERMS if model.dtype == torch.float32 else 2 * 8
+    bound = rounding(terms, magnitude, model.dtype)
+    assert largest < bound and abs(mean) < 6 / 8 * bound / math.sqrt(len(differences)), (largest, mean, bound)
 
 
 def micro_batches(model, minibatches: int = 2, micro_batch_tokens: int = 40):
-    """A rollout of the model as the update sees it, advantages and old log-probabilities included."""
+    """A rollout of the model as the update sees it, old log-probabilities included."""
     policy = logprobs.LogProbs(model, 1.0)
-    batch = rollout(model)
-    micros = [m for part in batch.minibatches(minibatches, micro_batch_tokens, policy.packed) for m in part]
+    micros = [m for part in rollout(model).minibatches(minibatches, micro_batch_tokens, policy.packed) for m in part]
     assert len(micros) > minibatches
     logprobs.fill(micros, "old_logps", policy, model.device)
-    for micro in micros:
-        micro.advantages = torch.linspace(-1, 1, len(batch), device=model.device)[micro.rows.to(model.device)]
     return micros
 
 
@@ -106,40 +109,24 @@ def micro_batches(model, minibatches: int = 2, micro_batch_tokens: int = 40):
 
 
 @needs(1)
-@pytest.mark.parametrize("kind", TINY)
-def test_greedy_rollout_is_that_of_transformers(cuda, kind):
-    plain = tiny_on(cuda, kind, torch.float32)
-    sampler = Sampler([copy.deepcopy(plain)], **MIXED)
+@pytest.mark.parametrize("kind, rollout_batch", [*((kind, 0) for kind in TINY), ("qwen2", 5), ("qwen2", 16)])
+def test_the_gpu_samples_what_the_cpu_samples_with_its_log_probabilities(cuda, kind, rollout_batch):
+    # without graphs, rows that ended are computed until the next look, and prompts wait where the batch is cut
+    on_gpu, on_cpu = tiny_on(cuda, kind, torch.float32), tiny_model(kind)
+    sampler = Sampler([on_gpu], **MIXED, rollout_batch=rollout_batch)
     assert isinstance(sampler.engines[0].cache, SdpaCache)
-    batch = generate(sampler, group_size=1, temperature=0)
-    expected = plain.generate(input_ids=batch.prompt_ids, attention_mask=batch.prompt_mask.long(), do_sample=False,
-                              max_new_tokens=40, eos_token_id=MIXED["end_ids"], pad_token_id=0)[:, 9:]  # fmt: skip
-    assert batch.completion_ids.device == cuda
-    for own, theirs in zip(completions(batch), expected.tolist(), strict=True):
-        assert own == theirs[: len(own)] and not any(theirs[len(own) :])
-    few = generate(Sampler([copy.deepcopy(plain)], **MIXED, rollout_batch=2), group_size=1, temperature=0)
-    assert completions(few) == completions(batch)
-
-
-@needs(1)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_gpu_samples_what_the_cpu_samples(model_folders, cuda, family):
-    on_gpu = rollout(policy_on(model_folders[family], cuda), seed=1)
-    on_cpu = rollout(policy_on(model_folders[family], torch.device("cpu")), seed=1)
-    assert on_gpu.completion_ids.tolist() == on_cpu.completion_ids.tolist()
-    assert on_gpu.truncated.tolist() == on_cpu.truncated.tolist()
-    assert (on_gpu.rollout_logps.cpu() - on_cpu.rollout_logps).abs().max() <= 1e-4
-
-
-@needs(1)
-@pytest.mark.parametrize("rollout_batch", [0, 5, 16])
-def test_rows_that_ended_and_prompts_that_wait_change_nothing_in_fp32(cuda, rollout_batch):
-    # without graphs, rows that ended are computed until the next look
-    model = tiny_on(cuda, "qwen2", torch.float32)
-    batch = rollout(model, PROMPTS * 3, **MIXED, rollout_batch=rollout_batch)
-    on_cpu = rollout(tiny_model("qwen2"), PROMPTS * 3, **MIXED)
-    assert completions(batch) == completions(on_cpu) and len(set(batch.lengths.tolist())) > 10
-    assert_log_probs(model, batch)
+    for temperature in (0, 1.0):
+        batch = generate(sampler, PROMPTS * 3, temperature=temperature, seed=0)
+        expected = rollout(on_cpu, PROMPTS * 3, temperature=temperature, **MIXED)
+        assert batch.completion_ids.device == cuda and completions(batch) == completions(expected)
+        assert batch.truncated.tolist() == expected.truncated.tolist()
+    assert len(set(batch.lengths.tolist())) > 10
+    assert_log_probs(on_gpu, batch)
+    for micro in micro_batches(on_cpu):
+        expected = logprobs.LogProbs(on_cpu, 1.0)(*micro.tokens)  # and entropies
+        actual = logprobs.LogProbs(on_gpu, 1.0)(*(t.to(cuda) for t in micro.tokens))
+        for one, other in zip(actual, expected, strict=True):
+            assert_rounded(one.cpu(), other, TERMS)
 
 
 @needs(1)
@@ -156,57 +143,31 @@ def test_before_the_first_update_every_ratio_is_exactly_1(model_folders, cuda, f
         assert ratio.tolist() == [1.0] * len(micro)
 
 
-@needs(1)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_log_probabilities_are_those_of_the_cpu(model_folders, cuda, family):
-    on_cpu, on_gpu = (policy_on(model_folders[family], device) for device in (torch.device("cpu"), cuda))
-    for micro in micro_batches(on_cpu):
-        expected = logprobs.LogProbs(on_cpu, 1.0)(*micro.tokens)
-        actual = logprobs.LogProbs(on_gpu, 1.0)(*(t.to(cuda) for t in micro.tokens))
-        for one, other in zip(actual, expected, strict=True):
-            assert (one.cpu() - other).abs().max() <= 1e-4
-
-
-@needs(1)
-def test_masters_move_where_bf16_weights_cannot(model_folders, cuda):
-    model = policy_on(model_folders["qwen2"], cuda, "bf16")
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = optim.AdamW(model, 1e-7)
-    assert all(master.dtype == torch.float32 and master.device == cuda for master in optimizer.masters)
-    masters = [master.clone() for master in optimizer.masters]
-    for _ in range(3):
-        logps, _ = logprobs.LogProbs(model, 1.0)(*micro_batches(model)[0].tokens)
-        logps.sum().backward()
-        assert 0 < optimizer.step(1.0) < float("inf")
-    moved = [(a - b).abs().max().item() for a, b in zip(optimizer.masters, masters, strict=True)]
-    assert 1e-7 < max(moved) <= 4e-7
-    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
-    for name, p in model.named_parameters():
-        large = before[name].abs() > 0.01  # where numbers of bf16 are 3e-5 apart and more
-        assert torch.equal(p[large], before[name][large])
+Settings = dataclasses.make_dataclass("Settings", [("keep_checkpoints", int, 2), ("learning_rate", float, 1e-3)])
 
 
 @needs(1)
 def test_a_checkpoint_of_a_gpu_comes_back(model_folders, cuda, tmp_path):
     model = policy_on(model_folders["qwen2"], cuda, "bf16")
     optimizer = optim.AdamW(model, 1e-3)
+    assert {(master.dtype, master.device) for master in optimizer.masters} == {(torch.float32, cuda)}
     logprobs.LogProbs(model, 1.0)(*micro_batches(model)[0].tokens)[0].sum().backward()
     optimizer.step(1.0)
-    folder = save(tmp_path, 1, model, optimizer)
+    folder = tmp_path / "checkpoint-000001"
+    checkpoint.save(str(tmp_path), 1, model, build_tokenizer(), optimizer, 12, Settings())
     drawn = torch.rand(4, device=cuda)
     torch.rand(100, device=cuda)
     loaded = policy_on(folder, cuda, "bf16")
     restored = optim.AdamW(loaded, 1e-3)
-    checkpoint.load(folder, restored, Config())
+    checkpoint.load(folder, restored, Settings())
     assert torch.equal(torch.rand(4, device=cuda), drawn)
-    before, after = optimizer.state_dict(), restored.state_dict()
-    assert before.keys() == after.keys() and all(torch.equal(before[name].cpu(), after[name].cpu()) for name in before)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
+    assert_equal_weights(*({k: v.cpu() for k, v in own.state_dict().items()} for own in (optimizer, restored)))
+    assert_equal_weights(model.state_dict(), loaded.state_dict())
 
 
 # ---- one GPU, half precision: flash attention and CUDA graphs ----
 
-COMPILED = [("qwen2", True), ("gpt2", True)]
+PLAIN, COMPILED = ([(family, compile) for family in FAMILIES] for compile in (False, True))
 
 
 @needs(1)
@@ -228,23 +189,16 @@ def test_log_probabilities_in_bf16_are_those_of_a_full_forward_pass(cuda, kind, 
 
 
 @needs(1)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_greedy_rows_of_a_group_are_the_same_in_half_precision(cuda, dtype):
-    batch = generate(flash_sampler(tiny_on(cuda, "qwen2", dtype), **MIXED), group_size=8, temperature=0)
-    rows = completions(batch)
-    for i in range(len(PROMPTS)):
-        assert rows[8 * i : 8 * i + 8] == [rows[8 * i]] * 8
-
-
-@needs(1)
-@pytest.mark.parametrize(("kind", "compile"), [("qwen2", False), ("gpt2", False), *COMPILED])
-def test_the_same_seed_gives_the_same_tokens_twice(cuda, kind, compile):
-    model = tiny_on(cuda, kind)
+@pytest.mark.parametrize(("kind", "compile", "dtype"), [
+    ("qwen2", False, torch.float16), *((*model, torch.bfloat16) for model in [*PLAIN, *COMPILED]),
+])  # fmt: skip
+def test_the_same_seed_gives_the_same_tokens_twice(cuda, kind, compile, dtype):
+    model = tiny_on(cuda, kind, dtype)
     sampler = flash_sampler(model, compile, **MIXED)
     first = generate(sampler, seed=3, step=7)
-    other = generate(sampler, seed=3, step=8)
-    assert completions(other) != completions(first)
-    generate(sampler, PROMPTS[:3], group_size=1, temperature=0)  # an evaluation in between
+    assert completions(generate(sampler, seed=3, step=8)) != completions(first)
+    rows = completions(generate(sampler, group_size=8, temperature=0))  # an evaluation in between
+    assert all(rows[i : i + 8] == [rows[i]] * 8 for i in range(0, len(rows), 8))
     for again in (sampler, flash_sampler(model, compile, **MIXED)):
         batch = generate(again, seed=3, step=7)
         assert completions(batch) == completions(first)
@@ -283,7 +237,7 @@ def test_no_forbidden_token_is_drawn(cuda, options, compile):
     rows, start = completions(batch), options.get("min_new_tokens", 0)
     assert not any(suppressed & {*row} or ends & {*row[:start]} for row in rows)
     logps = batch.rollout_logps[batch.sampled_mask]
-    assert logps.isfinite().all() and logps.max() <= 1e-5
+    assert logps.isfinite().all() and logps.max() <= rounding(64, magnitude=4)  # a sum over the vocabulary
     if "top_k" in options:  # of the 16 rows of a group no more than 5 begin differently
         assert all(len({row[0] for row in rows[i : i + 16]}) <= 5 for i in range(0, len(rows), 16))
 
@@ -308,8 +262,7 @@ def test_memory_that_is_released_is_free(cuda):
     engine.release()
     free = allocated()
     for _ in range(2):
-        generate(sampler, group_size=16)
-        # 64 rows of 256 tokens, and 4 prompts of 9
+        generate(sampler, group_size=16)  # 64 rows of 256 tokens, and 4 prompts of 9
         assert (64 * 256 + 4 * 9) * 2048 <= engine.cache_bytes <= allocated() - free
         engine.release()
         assert engine.cache_bytes == 0 and not engine.graphs
@@ -349,14 +302,12 @@ def test_adapters_are_merged_where_graphs_read(cuda, engine):
     base = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     before, places = {name: p.clone() for name, p in base.items()}, [p.data_ptr() for p in base.values()]
     sampler = flash_sampler(model, **FIXED)
-    if not engine:
-        sampler.engines = [None]
     for _ in range(2):
         merged = flash_sampler(copy.deepcopy(model).merge_and_unload(), **FIXED)
         if not engine:
-            merged.engines = [None]
+            sampler.engines = merged.engines = [None]
         assert completions(generate(sampler)) == completions(generate(merged))
-        assert all(torch.equal(p, before[name]) for name, p in base.items())
+        assert_equal_weights(base, before)
         assert [p.data_ptr() for p in base.values()] == places
         with torch.no_grad():
             for p in model.parameters():
@@ -383,33 +334,8 @@ def test_broken_weights_stop_the_rollout_and_leave_the_gpu_usable(cuda, compile)
 
 
 @needs(2)
-@pytest.mark.parametrize("rows", [5, 3, 1])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_two_replicas_gather_the_gradient_of_one(model_folders, cuda, family, rows):
-    model = policy_on(model_folders[family], cuda)
-    other = copy.deepcopy(model)
-    batch = rollout(model).select(3 * torch.arange(rows))
-    batch.advantages = torch.linspace(-1, 2, rows, device=cuda)
-    devices = (cuda, torch.device("cuda", 1))
-    replicas = models.replicate(other, devices, trained=2)
-    for policies in ([logprobs.LogProbs(model, 1.0)], [logprobs.LogProbs(replica, 1.0) for replica in replicas]):
-        (micros,) = batch.minibatches(1, 1000, policies[0].packed, devices=devices[: len(policies)])
-        assert [micro.device for micro in micros] == list(devices[: min(rows, len(policies))])
-        logprobs.fill(micros, "old_logps", policies, devices)
-        for micro in micros:
-            logps, _ = policies[micro.replica](*micro.tokens)
-            assert logps.device == micro.old_logps.device == micro.device and torch.equal(logps, micro.old_logps)
-            (logps * micro.advantages[:, None]).sum().backward()
-    models.sum_gradients(replicas)
-    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(q.grad, p.grad, rtol=1e-5, atol=1e-5 * p.grad.abs().max().item(),
-                                   msg=lambda m, n=name: f"{n}: {m}")  # fmt: skip
-
-
-@needs(2)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_two_replicas_sample_what_one_samples_and_follow_its_weights(model_folders, cuda, dtype):
-    model = policy_on(model_folders["qwen2"], cuda, dtype)
+def test_two_replicas_sample_what_one_samples_and_follow_its_weights(model_folders, cuda):
+    model = policy_on(model_folders["qwen2"], cuda, "bf16")
     devices = (cuda, torch.device("cuda", 1))
     replicas = models.replicate(model, devices)
     assert tuple(replica.device for replica in replicas) == devices and replicas[0] is model
@@ -418,21 +344,18 @@ def test_two_replicas_sample_what_one_samples_and_follow_its_weights(model_folde
         two = generate(sampler)
         assert two.completion_ids.device == two.rollout_logps.device == cuda
         assert_log_probs(model, two)
-        if dtype == "fp32":
-            assert two.completion_ids.tolist() == rollout(model).completion_ids.tolist()
-        else:  # the share of each GPU, as one GPU computes it
-            one = Sampler([model], **OPTIONS, compile=False)
-            for share in deal([len(ids) + 4 * 12 for ids in PROMPTS], 2):  # as the sampler counts
-                alone = generate(one, [PROMPTS[i] for i in share], prompt_numbers=share)
-                rows = torch.tensor([4 * i + g for i in share for g in range(4)])
-                assert completions(alone) == completions(two.select(rows))
+        # the share of each GPU, as one GPU computes it
+        one = Sampler([model], **OPTIONS, compile=False)
+        for share in deal([len(ids) + 4 * 12 for ids in PROMPTS], 2):  # as the sampler counts
+            alone = completions(generate(one, [PROMPTS[i] for i in share], prompt_numbers=share))
+            assert alone == completions(two.select(torch.tensor([4 * i + g for i in share for g in range(4)])))
         # then with other weights
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(torch.randn_like(p) * 0.05)
         models.refresh(replicas)
-        for p, q in zip(model.parameters(), replicas[1].parameters(), strict=True):
-            assert torch.equal(p.cpu(), q.cpu()) and not q.requires_grad
+        assert_equal_weights(*({k: v.cpu() for k, v in replica.state_dict().items()} for replica in replicas))
+        assert not any(q.requires_grad for q in replicas[1].parameters())
 
 
 # ---- the scripts; each starts a process of its own, since a fork cannot use CUDA after its parent did ----
@@ -447,20 +370,6 @@ def run_script(launcher, command, script, out_dir, **options):
 def one_gpu(launcher, tmp_path_factory):
     """gspo.py on one GPU."""
     return run_script(launcher, [sys.executable], launcher.copy("gspo"), tmp_path_factory.mktemp("one") / "run")
-
-
-def assert_like(run, one_gpu, gpus: int) -> None:
-    """The same rewards at every step, and weights that differ by rounding only."""
-    for line, expected in zip(run.steps, one_gpu.steps, strict=True):
-        for name in ("reward", "completion_length", "truncated", "unscored"):
-            assert line[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), (line["step"], name)
-        assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-2)
-    assert_peaks(run, gpus)
-    weights, expected = run.weights(), one_gpu.weights()
-    assert weights.keys() == expected.keys()
-    for name in weights:  # Adam makes whole steps out of the rounding of a gradient close to 0: of few weights
-        difference = (weights[name] - expected[name]).abs()
-        assert difference.max() <= 1e-3 and difference.mean() <= 5e-5, name
 
 
 def assert_peaks(run, gpus: int) -> None:
@@ -488,50 +397,37 @@ def test_gspo_runs_in_bf16_by_default_and_resumes(launcher, tmp_path):
     assert {t.dtype for name, t in masters.items() if name.startswith("master/")} == {torch.float32}
 
 
-@needs(2)
-def test_gspo_multigpu_is_gspo(launcher, one_gpu, tmp_path):
-    ids = {"REFERENCE_GPU_ID = 2": "REFERENCE_GPU_ID = 1", "REWARD_GPU_ID = 2": "REWARD_GPU_ID = 1"}
-    run = run_script(launcher, [sys.executable], launcher.copy("gspo_multigpu", edits=ids), tmp_path)
-    assert_like(run, one_gpu, gpus=2)
+SECOND = dict(REFERENCE_GPU_ID=1, REWARD_GPU_ID=1)
+GRPO = dict(dynamic_sampling=1, kl_estimator="rho_k3", reference_refresh=2, entropy_coef=0.01)
+NGRAMS = dict(similarity_model="ngrams", kl_coef=0.0)
 
 
 @needs(2)
-def test_gspo_ddp_is_gspo(launcher, one_gpu, tmp_path):
-    run = run_script(launcher, TORCHRUN, launcher.copy("gspo_ddp"), tmp_path)
-    assert_like(run, one_gpu, gpus=2)
+@pytest.mark.parametrize(("one", "script", "command", "constants", "options"), [
+    ("gspo", "gspo_multigpu", [sys.executable], SECOND, {}),
+    ("gspo", "gspo_ddp", TORCHRUN, {}, {}),
+    ("grpo", "grpo_multigpu", [sys.executable], SECOND, GRPO),
+    ("grpo", "grpo_ddp", TORCHRUN, {}, GRPO),
+    ("similarity_grpo", "similarity_grpo", TORCHRUN, {}, NGRAMS),
+])  # fmt: skip
+def test_a_run_on_two_gpus_is_that_on_one(launcher, tmp_path, one, script, command, constants, options):
+    expected = run_script(launcher, [sys.executable], launcher.copy(one), tmp_path / "one", **options)
+    run = run_script(launcher, command, launcher.copy(script, **constants), tmp_path / "two", **options)
+    assert_close(run, expected)
+    assert_peaks(run, 2)
 
 
 @needs(2)
-def test_visible_devices_are_counted_from_0(launcher, one_gpu, tmp_path):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "1")
-        run = run_script(launcher, [sys.executable], launcher.copy("gspo"), tmp_path)
-    assert_like(run, one_gpu, gpus=1)
-
-
-@needs(2)
-@pytest.mark.parametrize("script, command", [("grpo_multigpu", [sys.executable]), ("grpo_ddp", TORCHRUN)])
-def test_grpo_on_two_gpus_is_grpo_on_one(launcher, tmp_path, script, command):
-    options = dict(dynamic_sampling=1, kl_estimator="rho_k3", reference_refresh=2, entropy_coef=0.01)
-    one = run_script(launcher, [sys.executable], launcher.copy("grpo"), tmp_path / "one", **options)
-    multigpu = {"REFERENCE_GPU_ID = 2": "REFERENCE_GPU_ID = 1", "REWARD_GPU_ID = 2": "REWARD_GPU_ID = 1"}
-    copy = launcher.copy(script, edits=multigpu if script == "grpo_multigpu" else {})
-    run = run_script(launcher, command, copy, tmp_path / "two", **options)
-    assert [line["resampled"] for line in run.steps] == [line["resampled"] for line in one.steps]
-    assert_like(run, one, gpus=2)
+def test_visible_devices_are_counted_from_0(launcher, one_gpu, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    run = run_script(launcher, [sys.executable], launcher.copy("gspo"), tmp_path)
+    assert_close(run, one_gpu)
+    assert_peaks(run, 1)
 
 
 # ---- similarity groups ----
 
-
-@needs(2)
-def test_similarity_groups_on_two_gpus_are_those_on_one(launcher, tmp_path):
-    options = dict(similarity_model="ngrams", kl_coef=0.0)
-    one = run_script(launcher, [sys.executable], launcher.copy("similarity_grpo"), tmp_path / "one", **options)
-    two = run_script(launcher, TORCHRUN, launcher.copy("similarity_grpo"), tmp_path / "two", **options)
-    assert_like(two, one, gpus=2)
-    for name in ("clusters", "singletons", "cosine"):
-        assert [line[name] for line in two.steps] == pytest.approx([line[name] for line in one.steps], rel=1e-4)
+TEXTS = [f"what is {a} + {b} ? {'. ' * c}" for a in range(4) for b in range(4) for c in (0, 5)]
 
 
 @pytest.fixture(scope="module")
@@ -542,16 +438,16 @@ def bert(tmp_path_factory) -> str:
 
     folder = tmp_path_factory.mktemp("bert")
     torch.manual_seed(0)
-    BertModel(BertConfig(vocab_size=64, hidden_size=512, num_hidden_layers=12, num_attention_heads=8)).save_pretrained(
-        folder
-    )
+    config = BertConfig(vocab_size=64, hidden_size=512, num_hidden_layers=12, num_attention_heads=8)
+    BertModel(config).save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
-    model = SentenceTransformer(str(folder), device="cpu")
-    model.save(str(folder / "saved"))
+    SentenceTransformer(str(folder), device="cpu").save(str(folder / "saved"))
     return str(folder / "saved")
 
 
-TEXTS = [f"what is {a} + {b} ? {'. ' * c}" for a in range(4) for b in range(4) for c in (0, 5)]
+def assert_embedded(found, expected) -> None:
+    """The same, where each of twelve layers is rounded to fp16 eight times."""
+    assert_rounded(found, expected, 12 * 8, dtype=torch.float16)
 
 
 @needs(1)
@@ -563,7 +459,7 @@ def test_the_embedder_is_in_fp16_on_a_gpu_and_leaves_it_when_asked(bert, cuda, o
     for _ in range(3):
         found = embed(TEXTS, 8)
         assert found.device.type == "cpu" and found.dtype == torch.float32
-        torch.testing.assert_close(found, expected, rtol=0, atol=5e-3)
+        assert_embedded(found, expected)
         held = torch.cuda.memory_allocated(cuda) - before
         assert held < MIB if offload else held > 50 * MIB
     assert next(embed.models[0].parameters()).dtype == torch.float16
@@ -571,14 +467,4 @@ def test_the_embedder_is_in_fp16_on_a_gpu_and_leaves_it_when_asked(bert, cuda, o
 
 @needs(2)
 def test_two_gpus_share_the_embedding_by_prompt(bert, cuda):
-    one = Embedder(bert, [cuda])(TEXTS, 8)
-    two = Embedder(bert, [cuda, torch.device("cuda", 1)])(TEXTS, 8)
-    torch.testing.assert_close(two, one, rtol=0, atol=2e-3)
-
-
-@needs(1)
-def test_tiny_models_are_built_alike_everywhere(model_folders):
-    # the tests above compare GPUs through files: both sides must have read the same model
-    expected = build_model("qwen2").state_dict()
-    saved = load_file(model_folders["qwen2"] / "model.safetensors")
-    assert all(torch.equal(weight, expected[name]) for name, weight in saved.items())
+    assert_embedded(Embedder(bert, [cuda, torch.device("cuda", 1)])(TEXTS, 8), Embedder(bert, [cuda])(TEXTS, 8))

@@ -5,7 +5,9 @@ import sys
 
 import pytest
 import torch
-from conftest import build_model
+from bounds import assert_rounded, rounding
+from comparing import TERMS, share
+from conftest import assert_equal_weights, build_model
 from test_gpu import TORCHRUN, needs, run_script
 
 from common import distillation, divergences, head, logprobs, models, optim
@@ -14,7 +16,6 @@ from common.offload import Offload
 from common.teachers import LocalTeacher
 
 pytestmark = pytest.mark.gpu
-BETAS = (0.0, 0.3, 1.0)
 FP32 = dict(dtype="fp32", steps=4, compile=False)
 
 
@@ -35,7 +36,7 @@ def problem(cuda, dtype, N=700, V=5003, H=64, Ht=96):
 @needs(1)
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_chunks_have_the_gradients_of_the_dense_form(cuda, monkeypatch, dtype, beta, compile):
     torch.set_float32_matmul_precision("highest")
     monkeypatch.setattr(head, "CHUNK_TOKENS", 256)
@@ -51,18 +52,20 @@ def test_chunks_have_the_gradients_of_the_dense_form(cuda, monkeypatch, dtype, b
         (distillation.Full((teacher, None, None), len(weight), beta, 0.7, compile), (states,), (logp, logq)),
         (distillation.TopK(beta, 0.7, compile), said, (torch.cat([top, tail[:, None]], -1), logq_A)),
     ]
+    # both softmaxes sum over the vocabulary, logits over the width, results over the tokens; in half precision the
+    # derivatives of the logits are rounded, and the result (fp16 comes near its smallest numbers: no better than bf16)
+    sums = rounding(2 * len(weight) + hidden.shape[1] + states.shape[1] + len(hidden))
+    bound = sums if dtype == torch.float32 else rounding(2, dtype=torch.bfloat16)
     for target, inputs, pair in cases:
         args = hidden, weight, None, weights, None, len(weight), target, ids, *inputs
         loss = distillation._Divergence.apply(*args)[0]
         expected = (divergences.terms(*pair, beta)[0] * weights).sum()
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
-        found, truth = (
-            torch.autograd.grad(loss.sum() * 3, (hidden, weight)),
-            torch.autograd.grad(expected * 3, dense, retain_graph=True),
-        )
+        assert loss.item() == pytest.approx(expected.item(), rel=sums)
+        found = torch.autograd.grad(loss.sum() * 3, (hidden, weight))
+        truth = torch.autograd.grad(expected * 3, dense, retain_graph=True)
         for own, true in zip(found, truth, strict=True):
             error = (own.double() - true).norm() / true.norm()
-            assert own.dtype == dtype and error < (1e-5 if dtype == torch.float32 else 0.01), error
+            assert own.dtype == dtype and error < bound, error
 
 
 @needs(1)
@@ -105,7 +108,7 @@ def test_offloading_frees_what_it_says(cuda, frozen):
         assert {p.device.type for p in model.parameters()} == {"cpu"}
         memory.on()
         assert torch.cuda.memory_allocated() == allocated
-        assert all(torch.equal(before[k], v) and v.is_cuda for k, v in model.state_dict().items())
+        assert_equal_weights(model.state_dict(), before)
     if not frozen:
         optimizer = optim.AdamW(model, 1e-3)
         torch.cuda.synchronize()
@@ -129,11 +132,12 @@ def one_gpu(launcher, tmp_path_factory):
     return run_script(launcher, [sys.executable], launcher.copy("gkd"), tmp_path_factory.mktemp("one") / "run", **FP32)
 
 
-def assert_alike(run, other, limit=5e-3) -> None:
+def assert_alike(run, other) -> None:
+    """The same up to rounding; layouts log different things, but these all do."""
     assert len(run.steps) == len(other.steps) == 4
     for own, theirs in zip(run.steps, other.steps, strict=True):
         for name in ("divergence", "grad_norm", "teacher_logps", "entropy"):
-            assert own[name] == pytest.approx(theirs[name], rel=limit), name
+            assert own[name] == pytest.approx(theirs[name], rel=4 * share()), name
 
 
 @needs(1)
@@ -145,7 +149,7 @@ def test_a_run_on_a_gpu_is_that_on_the_cpu(launcher, one_gpu):
 def test_offloading_changes_nothing_on_a_gpu(launcher, one_gpu, tmp_path):
     options = dict(param_offload=True, optimizer_offload="rollout", **FP32)
     run = run_script(launcher, [sys.executable], launcher.copy("gkd"), tmp_path / "run", **options)
-    assert_alike(run, one_gpu, 1e-4)
+    assert_alike(run, one_gpu)
     size = sum(p.numel() for p in build_model("qwen2").parameters()) * 4 / GIB
     assert all(line["offloaded_gib_student"] >= size for line in run.steps)
 
@@ -161,23 +165,15 @@ def test_bf16_and_compiled_by_default(launcher, tmp_path, loss):
 
 
 @needs(2)
-@pytest.mark.parametrize(
-    "edits",
-    [
-        {"STUDENT_GPU_IDS = (0,)": "STUDENT_GPU_IDS = (0, 1)"},
-        {"\nROLLOUT_GPU_IDS = None": "\nROLLOUT_GPU_IDS = (1,)"},
-        {"STUDENT_GPU_IDS = (0,)": "STUDENT_GPU_IDS = (1,)", "TEACHER_GPU_IDS = (1,)": "TEACHER_GPU_IDS = (0, 1)"},
-    ],
-    ids=["two students", "separate rollouts", "teacher on both"],
-)
-def test_layouts_of_two_gpus_are_one_gpu(launcher, one_gpu, tmp_path, edits):
-    script = launcher.copy("gkd_multigpu", edits=edits)
-    assert_alike(run_script(launcher, [sys.executable], script, tmp_path / "run", **FP32), one_gpu)
-
-
-@needs(2)
-def test_two_ranks_on_two_gpus_are_one(launcher, one_gpu, tmp_path):
-    assert_alike(run_script(launcher, TORCHRUN, launcher.copy("gkd_ddp"), tmp_path / "run", **FP32), one_gpu)
+@pytest.mark.parametrize(("script", "command", "constants"), [
+    ("gkd_multigpu", [sys.executable], dict(STUDENT_GPU_IDS=(0, 1))),
+    ("gkd_multigpu", [sys.executable], dict(ROLLOUT_GPU_IDS=(1,))),
+    ("gkd_multigpu", [sys.executable], dict(STUDENT_GPU_IDS=(1,), TEACHER_GPU_IDS=(0, 1))),
+    ("gkd_ddp", TORCHRUN, {}),
+], ids=["two students", "separate rollouts", "teacher on both", "two ranks"])  # fmt: skip
+def test_layouts_of_two_gpus_are_one_gpu(launcher, one_gpu, tmp_path, script, command, constants):
+    copy = launcher.copy(script, **constants)
+    assert_alike(run_script(launcher, command, copy, tmp_path / "run", **FP32), one_gpu)
 
 
 @needs(2)
@@ -186,10 +182,10 @@ def test_a_teacher_spread_over_two_gpus_says_the_same(model_folders):
     spread, whole = models.load_spread(folder, gpus, "fp32"), models.load_frozen(folder, gpus[0], "fp32")
     ids = torch.arange(4, 20, device=gpus[0])[None]
     assert len(set(spread.hf_device_map.values())) == 2
-    one, two = (distillation.HiddenStates(m, 1.0) for m in (whole, spread))
     mask = torch.ones_like(ids, dtype=torch.bool)
-    a, b = (m(ids[:, :6], mask[:, :6], ids[:, 6:], mask[:, 6:])[0].to(gpus[0]) for m in (one, two))
-    assert torch.allclose(a, b, atol=1e-4) and a.abs().mean() > 0.1
-    one, two = (logprobs.LogProbs(m, 1.0) for m in (whole, spread))
-    a, b = (m(ids[:, :6], mask[:, :6], ids[:, 6:], mask[:, 6:])[0].to(gpus[0]) for m in (one, two))
-    assert torch.allclose(a, b, atol=1e-4) and a.abs().mean() > 0.1
+    for wrapper in (distillation.HiddenStates, logprobs.LogProbs):
+        one, two = (
+            wrapper(m, 1.0)(ids[:, :6], mask[:, :6], ids[:, 6:], mask[:, 6:])[0].to(gpus[0]) for m in (whole, spread)
+        )
+        assert_rounded(one, two, TERMS)
+        assert two.abs().mean() > 0.1

@@ -1,13 +1,12 @@
 """What only a GPU can show of policies with images; every test is skipped where there is none."""
 
-import os
 import subprocess
 import sys
 
 import pytest
 import torch
 from conftest import ROOT, read_lines
-from test_images import FAMILIES, batch_of, build_model, build_tokenizer, folders, picture, sampler_of  # noqa: F401
+from test_images import FAMILIES, batch_of, folders, picture, sampler_of  # noqa: F401
 
 from common import images, logprobs, models
 
@@ -57,9 +56,8 @@ def test_compiled_gradients_are_the_plain_ones(trained, folders):  # noqa: F811
             images.freeze_vision(model)
         prompts, pictures = batch_of(processor)
         seen = images.Images.of(model, processor, prompts, pictures)
-        batch = sampler_of(processor, model, compile=False).generate(
-            prompts, group_size=2, temperature=1.0, images=seen
-        )
+        sampler = sampler_of(processor, model, compile=False)
+        batch = sampler.generate(prompts, group_size=2, temperature=1.0, images=seen)
         policy = logprobs.LogProbs(model, 1.0, compile, suppressed_ids=images.vision_ids(model))
         batch.images.refresh(model, batch.images.prompts)
         policy(*batch.tokens)[0].sum().backward()
@@ -74,7 +72,7 @@ def test_compiled_gradients_are_the_plain_ones(trained, folders):  # noqa: F811
 def test_the_script_runs_and_takes_what_it_planned(policy, tmp_path):
     command = [sys.executable, "grpo/poster/poster_grpo.py", "--policy_model", policy, "--steps", "2",
                "--eval_data", "", "--compile", "false", "--out_dir", str(tmp_path / "run")]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     first, second = (line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "learning_rate" in line)
     assert first["reward_parse_ok"] > 0.5 and second["rollout_mismatch"] < 0.05

@@ -4,33 +4,37 @@ import copy
 import dataclasses
 import gc
 import weakref
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REWARD, build_model
-from test_parity import assert_close
-from test_rollout import PROMPTS, assert_equal, completions, make_sampler
+from bounds import assert_rounded, rounding
+from comparing import assert_close
+from conftest import build_model, two_replicas
+from test_rollout import PROMPTS, assert_same, completions, fp64, make_sampler
 
-from common import distillation, logprobs, losses, memory, metrics, models, optim, rollout
+from common import distillation, distributed, logprobs, losses, memory, metrics, models, optim, rollout
 
 CPU = torch.device("cpu")
 FULL = "CUDA out of memory. Tried to allocate 2.00 GiB."
+# Sums on the way to a gradient: in two layers over up to 64 numbers, five times; over 64 tokens of the vocabulary, and
+# 12 sequences of up to 21 tokens
+TERMS = 2 * 5 * 64 + 64 + 12 * 21
 
 
 @pytest.fixture(scope="module")
 def batch():
     """Twelve sequences, with advantages, of three prompts."""
     torch.set_num_threads(1)
-    sampled = make_sampler(build_model("qwen2").eval(), end_ids=[3, 7, 9, 20, 21, 22]).generate(
-        PROMPTS, group_size=4, temperature=1.0
-    )
+    gc.freeze()  # what is there now, or each collection after a failure would look at all of it
+    with fp64():
+        sampler = make_sampler(build_model("qwen2").eval(), end_ids=[3, 7, 9, 20, 21, 22])
+        sampled = sampler.generate(PROMPTS, group_size=4, temperature=1.0)
     assert len(set(sampled.lengths.tolist())) > 3
     sampled.advantages = torch.linspace(-1, 1, 12)
-    return sampled
-
-
-def log_of(folder) -> metrics.Log:
-    return metrics.Log(str(folder), 0, 1, [])
+    yield sampled
+    gc.unfreeze()
 
 
 def limit(policy, tokens, backward=False) -> list[int]:
@@ -57,17 +61,31 @@ def limit(policy, tokens, backward=False) -> list[int]:
     return tried
 
 
-def update(folder, batch, tokens, budget, inject=None, minibatches=2, epochs=2, devices=(CPU,)):
-    """The update of a script: weights, what was logged, and the ratios of the first minibatch."""
+def limit_rows(module, rows, error=None) -> list[int]:
+    """From now on memory suffices for so many rows in a forward pass; gives what was tried."""
+    tried = []
+
+    def look(module, args, kwargs):
+        tried.append(len(args[0] if args else kwargs["input_ids"]))
+        if tried[-1] > rows:
+            raise error or torch.OutOfMemoryError(FULL)
+
+    module.register_forward_pre_hook(look, with_kwargs=True)
+    return tried
+
+
+def update(folder, batch, tokens, budget, inject=None, devices=(CPU,)) -> SimpleNamespace:
+    """The update of a script, two epochs of two minibatches."""
     model = build_model("qwen2")
     replicas = models.replicate(model, devices, len(devices))
     policies = [logprobs.LogProbs(replica, 1.0) for replica in replicas]
     tried = inject(policies[-1]) if inject else []
-    optimizer, log = optim.AdamW(model, 1e-3), log_of(folder)
-    cut = batch.minibatches(minibatches, tokens, True, devices=devices)
-    logprobs.fill([micro for part in cut[1:] for micro in part], "old_logps", policies, devices, tokens)
+    optimizer, log = optim.AdamW(model, 0.1), metrics.Log(str(folder), 0, 1, [])
+    optimizer._rule["eps"] = 1.0  # with its own, gradients close to 0 would make steps out of their rounding
+    cut = batch.minibatches(2, tokens, True, devices=devices)
+    logprobs.fill(cut[1], "old_logps", policies, devices, tokens)
     first = []
-    for number, minibatch in enumerate(cut * epochs):
+    for number, minibatch in enumerate(cut * 2):
         for micro in budget.passes(minibatch, optimizer, log, replicas):
             with budget.room():
                 logps_mC, entropy_mC = policies[micro.replica](*micro.tokens)
@@ -84,7 +102,7 @@ def update(folder, batch, tokens, budget, inject=None, minibatches=2, epochs=2, 
         models.sum_gradients(replicas)
         log.add(grad_norm=optimizer.step(1.0))
         models.refresh(replicas)
-    weights = dict(log._weights)
+    counts = {key: float(value) for key, value in log._weights.items()}
     log._tokens = 1.0
     with log.time("update"):
         pass
@@ -93,16 +111,17 @@ def update(folder, batch, tokens, budget, inject=None, minibatches=2, epochs=2, 
     for replica in replicas[1:]:
         assert all(map(torch.equal, replica.parameters(), model.parameters()))
         assert all(p.grad is None for p in replica.parameters())
-    numbers = {name: value for name, value in line.items() if name in ("loss", "entropy", "grad_norm", "seen_max")}
-    return dict(model.state_dict()), numbers, weights, first, cut, tried
+    numbers = {name: line[name] for name in ("loss", "entropy", "grad_norm", "seen_max")}
+    result = dict(weights=model.state_dict(), numbers=numbers, counts=counts, first=first, cut=cut, tried=tried)
+    return SimpleNamespace(**result)
 
 
-def same(one, other):
-    """Of what `update` gives: weights and numbers up to the order of a sum, and as much of everything."""
-    for name, value in one[0].items():
-        torch.testing.assert_close(other[0][name], value, rtol=1e-4, atol=2e-6, msg=name)
-    assert one[1] == pytest.approx(other[1], rel=1e-4, abs=1e-6) and len(one[1]) == 4
-    assert {key: float(value) for key, value in one[2].items()} == {key: float(x) for key, x in other[2].items()}
+def assert_same_update(one, other):
+    """The same but for the order of sums, and as much of everything."""
+    for name, value in one.weights.items():  # four steps of at most the learning rate
+        assert_rounded(other.weights[name], value, terms=4 * TERMS, magnitude=0.1)
+    bound = rounding(4 * TERMS)
+    assert one.numbers == pytest.approx(other.numbers, rel=bound, abs=bound) and one.counts == other.counts
 
 
 # --- the update ---
@@ -110,32 +129,25 @@ def same(one, other):
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_an_update_that_runs_out_of_memory_gives_what_a_smaller_one_gives(tmp_path, batch, capsys, backward):
-    small = update(tmp_path / "one", batch, 25, memory.Budget(25))
+    enough = memory.Budget(25)
+    small = update(tmp_path / "one", batch, 25, enough, lambda policy: limit(policy, 25))
+    assert enough.tokens == 25
     released = []
     budget = memory.Budget(1000, release=lambda: released.append(True))
     large = update(tmp_path / "two", batch, 1000, budget, lambda policy: limit(policy, 40, backward))
-    same(small, large)
+    assert_same_update(small, large)
     # all of the first minibatch at once, then the half of it that did go well, and never again too much
-    size = large[5][0]
+    size = large.tried[0]
     assert size == batch.minibatches(2, 1000, True)[0][0].size > 40 and budget.tokens < 40
     said = capsys.readouterr().out.splitlines()
-    halvings = [int(line.split("batches of ")[1].split()[0]) for line in said]
-    assert halvings[0] == size and len(said) == len(released) == len([tokens for tokens in large[5] if tokens > 40])
-    assert said[-1].endswith(f"now {budget.tokens}; set micro_batch_tokens to {budget.tokens} to begin with that")
+    assert f"batches of {size} tokens" in said[0]
+    assert len(said) == len(released) == len([tokens for tokens in large.tried if tokens > 40])
+    assert f"now {budget.tokens}; set micro_batch_tokens to {budget.tokens}" in said[-1]
     # without an update since the rollout the ratio is 1, also after the second attempt
-    assert large[3] and set(large[3][-6:]) == {1.0}
+    assert large.first and set(large.first[-6:]) == {1.0}
     # the halves stay, with their old log-probabilities, for the second epoch
-    assert all(len(minibatch) > 1 for minibatch in large[4])
-    assert all(micro.old_logps.shape == micro.completion_ids.shape for minibatch in large[4] for micro in minibatch)
-
-
-def test_an_update_with_room_enough_is_as_if_there_were_no_limit(tmp_path, batch):
-    budget = memory.Budget(30)
-    one = update(tmp_path, batch, 30, budget, lambda policy: limit(policy, 30))
-    assert budget.tokens == 30
-    assert [[micro.rows.tolist() for micro in minibatch] for minibatch in one[4]] == [
-        [micro.rows.tolist() for micro in minibatch] for minibatch in batch.minibatches(2, 30, True)
-    ]
+    assert all(len(minibatch) > 1 for minibatch in large.cut)
+    assert all(micro.old_logps.shape == micro.completion_ids.shape for minibatch in large.cut for micro in minibatch)
 
 
 def test_nothing_of_a_failed_attempt_is_alive_in_the_next(batch):
@@ -143,22 +155,16 @@ def test_nothing_of_a_failed_attempt_is_alive_in_the_next(batch):
     policy, optimizer, budget = logprobs.LogProbs(model, 1.0), optim.AdamW(model, 1e-3), memory.Budget(1000)
     (minibatch,) = batch.minibatches(1, 1000, True)
 
-    class Log:
-        def mark(self):
-            return None
-
-        def back(self, mark):
-            pass
-
     def keep(module, args, output):
         assert not any(reference() is not None for reference in alive), "activations of before"
         alive[:] = [weakref.ref(output)]
 
     limit(policy, 60, backward=True)
     model.get_decoder().layers[0].register_forward_hook(keep)
+    log = SimpleNamespace(mark=lambda: None, back=lambda mark: None)
     gc.disable()
     try:
-        for micro in budget.passes(minibatch, optimizer, Log()):
+        for micro in budget.passes(minibatch, optimizer, log):
             with budget.room():
                 loss = policy(*micro.tokens)[0].sum()
                 loss.backward()
@@ -170,10 +176,9 @@ def test_nothing_of_a_failed_attempt_is_alive_in_the_next(batch):
 
 def test_what_is_no_lack_of_memory_goes_on():
     budget = memory.Budget(1000)
-    with pytest.raises(RuntimeError, match="shapes"), budget.room():
-        raise RuntimeError("shapes do not match")
-    with pytest.raises(ValueError), budget.room():
-        raise ValueError(FULL)
+    for error in (RuntimeError("shapes do not match"), ValueError(FULL)):
+        with pytest.raises(type(error)), budget.room():
+            raise error
     assert budget.tokens == 1000
     quoted = f"rank 1 failed in phase 'update': OutOfMemoryError: {FULL}"
     errors = {
@@ -189,8 +194,8 @@ def test_a_single_sequence_that_does_not_fit_ends_the_run_with_what_to_change(tm
     with pytest.raises(memory.HopelessError, match=r"a single sequence of \d+ tokens does not fit") as caught:
         update(tmp_path, batch, 1000, memory.Budget(1000, "plan: 80 GiB"), lambda policy: limit(policy, 4))
     text = str(caught.value)
-    assert "gradient_checkpointing" in text and "lora_rank" in text and text.endswith("\nplan: 80 GiB")
-    assert FULL in text and capsys.readouterr().out.count("out of memory") >= 2
+    assert "gradient_checkpointing" in text and FULL in text and text.endswith("\nplan: 80 GiB")
+    assert capsys.readouterr().out.count("out of memory") >= 2
 
 
 def test_ranks_that_compute_together_are_told_what_to_set(tmp_path, batch):
@@ -224,7 +229,6 @@ def test_halves_hold_all_rows_and_about_as_many_tokens(batch):
 
 def test_each_gives_every_row_in_order(batch):
     minibatch = batch.minibatches(1, 70, True)[0]
-    rows = [row for micro in minibatch for row in micro.rows.tolist()]
 
     def weigh(micro):
         if micro.size > 30:
@@ -232,94 +236,61 @@ def test_each_gives_every_row_in_order(batch):
         return micro.size
 
     pairs = list(memory.each(minibatch, weigh))
+    rows = [row for micro in minibatch for row in micro.rows.tolist()]
     assert [row for micro, _ in pairs for row in micro.rows.tolist()] == rows
     assert all(micro.size == result <= 30 for micro, result in pairs)
     with pytest.raises(memory.HopelessError, match="a single sequence"):
         list(memory.each(minibatch, lambda micro: weigh(batch)))
 
 
-# --- forward passes ---
+# --- forward passes and rollouts ---
 
 
-@pytest.mark.parametrize("tokens", [0, 40, 1000])
-@pytest.mark.parametrize("states", [False, True])
+@pytest.mark.parametrize(("tokens", "states"), [(0, False), (40, True), (1000, False)])
 def test_forward_passes_that_run_out_of_memory_give_the_same(batch, capsys, states, tokens):
     model = build_model("qwen2").requires_grad_(False)
     policy = (distillation.HiddenStates if states else logprobs.LogProbs)(model, 1.0)
     field = "teacher_states" if states else "ref_logps"
     micros, others = (batch.minibatches(1, tokens or 60, True)[0] for _ in range(2))
     logprobs.fill(micros, field, policy, CPU, tokens)
-    calls = []
-
-    def run_out(module, args):
-        calls.append(len(args[0]))
-        if calls[-1] > 2:
-            raise torch.OutOfMemoryError(FULL)
-
-    policy.register_forward_pre_hook(run_out)
+    tried = limit_rows(policy, 2)
     logprobs.fill(others, field, policy, CPU, tokens)
     for one, other in zip(micros, others, strict=True):
-        torch.testing.assert_close(getattr(one, field), getattr(other, field), rtol=0, atol=1e-5)
+        assert_rounded(getattr(one, field), getattr(other, field), terms=TERMS, magnitude=16.0)
         assert getattr(one, field).any()
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == len([rows for rows in calls if rows > 2]) > 0
+    assert len(said) == len([rows for rows in tried if rows > 2]) > 0
     # it is remembered
-    calls.clear()
+    tried.clear()
     logprobs.fill(others, field, policy, CPU, tokens)
-    assert max(calls) <= 2 and sum(calls) == 12 and capsys.readouterr().out == ""
+    assert max(tried) <= 2 and sum(tried) == 12 and capsys.readouterr().out == ""
 
 
-def test_a_forward_pass_of_one_sequence_that_does_not_fit_is_hopeless(batch):
-    policy = logprobs.LogProbs(build_model("qwen2"), 1.0)
-
-    def run_out(module, args):
-        raise RuntimeError("CUDA error: out of memory")
-
-    policy.register_forward_pre_hook(run_out)
-    with pytest.raises(memory.HopelessError, match="a forward pass of 1 sequences"):
-        logprobs.fill([batch], "ref_logps", policy, CPU)
-
-
-# --- rollouts ---
-
-
-@pytest.mark.parametrize("engine", [True, False])
-@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize(("engine", "num_replicas"), [(True, 2), (False, 1)])
 def test_a_rollout_that_runs_out_of_memory_gives_the_same_completions(capsys, engine, num_replicas):
-    model = build_model("qwen2").train()
+    model = build_model("qwen2").double().train()
     replicas = models.replicate(model, (CPU,) * num_replicas)
     prompts = [ids for ids in PROMPTS for _ in range(2)]
     options = dict(group_size=3, temperature=1.0, seed=5)
-    whole = make_sampler(copy.deepcopy(model), engine).generate(prompts, **options)
-    sampler = make_sampler(replicas, engine)
-    calls = []
-
-    def run_out(module, args, kwargs):
-        calls.append(len(kwargs["input_ids"]))
-        if calls[-1] > 3:
-            raise torch.OutOfMemoryError(FULL)
-
-    replicas[-1].get_decoder().register_forward_pre_hook(run_out, with_kwargs=True)
-    capsys.readouterr()
-    again = sampler.generate(prompts, **options)
-    assert completions(again) == completions(whole)
-    torch.testing.assert_close(again.rollout_logps, whole.rollout_logps, rtol=0, atol=1e-5)
-    assert_equal(dataclasses.replace(again, rollout_logps=whole.rollout_logps), whole)
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith(f"out of memory while {18 // num_replicas} completions were sampled at once: now ")
-    assert len(said) == len([rows for rows in calls if rows > 3]) > 0 and 3 <= sampler.rollout_batch < 6
-    sampler.generate(prompts, **options)
+    with fp64():
+        whole = make_sampler(copy.deepcopy(model), engine, max_new_tokens=6).generate(prompts, **options)
+        sampler = make_sampler(replicas, engine, max_new_tokens=6)
+        tried = limit_rows(replicas[-1].get_decoder(), 3)
+        capsys.readouterr()
+        assert_same(sampler.generate(prompts, **options), whole)
+        said = capsys.readouterr().out.splitlines()
+        assert f"out of memory while {18 // num_replicas} completions" in said[0]
+        assert len(said) == len([rows for rows in tried if rows > 3]) > 0 and 3 <= sampler.rollout_batch < 6
+        assert completions(sampler.generate(prompts, **options)) == completions(whole)
     assert capsys.readouterr().out == "" and model.training
 
 
-def test_a_group_that_cannot_be_sampled_is_hopeless():
+def test_what_does_not_fit_alone_is_hopeless(batch):
     model = build_model("qwen2")
-    sampler = make_sampler(model)
-
-    def run_out(module, args):
-        raise torch.OutOfMemoryError(FULL)
-
-    model.get_decoder().register_forward_pre_hook(run_out)
+    policy, sampler = logprobs.LogProbs(model, 1.0), make_sampler(model)
+    limit_rows(model.get_decoder(), 0, RuntimeError("CUDA error: out of memory"))
+    with pytest.raises(memory.HopelessError, match="a forward pass of 1 sequences"):
+        logprobs.fill([batch], "ref_logps", policy, CPU)
     with pytest.raises(memory.HopelessError, match="not even the 4 completions of one prompt"):
         sampler.generate(PROMPTS, group_size=4, temperature=1.0)
 
@@ -334,105 +305,81 @@ def test_work_is_dealt_evenly():
     assert rollout.in_rounds(["abc", "", "d"]) == [(0, "a"), (2, "d"), (0, "b"), (0, "c")]
 
 
-@pytest.mark.parametrize("tokens", [25, 1000])
-@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize(("num_replicas", "tokens"), [(2, 25), (3, 25), (3, 1000)])
 def test_every_replica_gets_its_share_of_every_minibatch(batch, tokens, num_replicas):
-    for minibatch in batch.minibatches(3, tokens, True, devices=(CPU,) * num_replicas):
-        numbers = [micro.replica for micro in minibatch]
-        assert numbers[:num_replicas] == list(range(num_replicas))
+    cut = batch.minibatches(3, tokens, True, devices=(CPU,) * num_replicas)
+    for minibatch in cut:
+        assert [micro.replica for micro in minibatch][:num_replicas] == list(range(num_replicas))
         sizes = [sum(m.size for m in minibatch if m.replica == k) for k in range(num_replicas)]
         longest = max(int((m.prompt_lengths + m.lengths).max()) for m in minibatch)
         assert max(sizes) - min(sizes) <= longest and all(len(m) == 1 or m.size <= tokens for m in minibatch)
-    rows = [row for part in batch.minibatches(3, tokens, True, devices=(CPU,) * num_replicas) for m in part
-            for row in m.rows.tolist()]  # fmt: skip
-    assert sorted(rows) == list(range(12))
+    assert sorted(row for minibatch in cut for m in minibatch for row in m.rows.tolist()) == list(range(12))
 
 
-@pytest.mark.parametrize("num_replicas", [2, 4])
-def test_several_replicas_learn_what_one_does(tmp_path, batch, num_replicas):
+def test_several_replicas_learn_what_one_does(tmp_path, batch):
     one = update(tmp_path / "one", batch, 60, memory.Budget(60))
-    several = update(tmp_path / "two", batch, 60, memory.Budget(60), devices=(CPU,) * num_replicas)
-    same(one, several)
-    assert {micro.replica for minibatch in several[4] for micro in minibatch} == set(range(num_replicas))
-
-
-def test_one_of_several_replicas_may_run_out_of_memory(tmp_path, batch):
-    one = update(tmp_path / "one", batch, 60, memory.Budget(60))
-    budget = memory.Budget(60)
-    several = update(tmp_path / "two", batch, 60, budget, lambda policy: limit(policy, 30, True), devices=(CPU,) * 2)
-    same(one, several)
-    assert budget.tokens <= 30
+    for number, inject in ((4, None), (2, lambda policy: limit(policy, 30, True))):
+        budget = memory.Budget(60)
+        several = update(tmp_path / str(number), batch, 60, budget, inject, (CPU,) * number)
+        assert_same_update(one, several)
+        assert {micro.replica for minibatch in several.cut for micro in minibatch} == set(range(number))
+        assert budget.tokens == 60 if inject is None else budget.tokens <= 30  # one of several may run out of memory
 
 
 # --- whole runs ---
 
-# Memory suffices for 40 tokens in the update, 6 rows in other forward passes, and 4 rows in a rollout
-INJECTION = """from common.config import require
+
+def little_memory(module, on_rank: int | None = None, replicas: int = 1) -> None:
+    """Memory for 40 tokens in the update, 6 rows in other forward passes, and 4 rows in a rollout."""
+    states, step = logprobs.LogProbs.states, rollout.Engine._step
+
+    def limit(exceeded: bool) -> None:
+        if exceeded and on_rank in (None, distributed.rank()):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def limited_states(self, *args):
+        size = int(args[1].sum() + args[3].sum()) if torch.is_grad_enabled() else 40 * len(args[0]) // 6
+        limit(size > 40 and len(args[0]) > 1)
+        return states(self, *args)
+
+    def limited_step(self, b, *args):
+        limit(b > 4)
+        return step(self, b, *args)
+
+    logprobs.LogProbs.states, rollout.Engine._step = limited_states, limited_step
+    if replicas > 1:
+        two_replicas(module, replicas)
 
 
-def _states(self, *args, real=logprobs.LogProbs.states):
-    size = int(args[1].sum() + args[3].sum()) if torch.is_grad_enabled() else 40 * len(args[0]) // 6
-    if size > 40 and len(args[0]) > 1:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-    return real(self, *args)
-
-
-def _step(self, b, *args, real=rollout.Engine._step):
-    if b > 4:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-    return real(self, b, *args)
-
-
-logprobs.LogProbs.states, rollout.Engine._step = _states, _step
-"""
-
-
-# Two policy GPUs, both of which are the CPU
-TWO = {
-    "    home = gpus.policy[0]\n": """
-    class Two(devices.Layout):
-        replicas = property(lambda self: list(self.policy))
-
-    home = gpus.reference
-    gpus = Two((home, home), home, home, (home,))
-""",
-    "    home = gpus.student[0]\n": """
-    home = gpus.student[0]
-    gpus = devices.DistillationLayout((home, home), None, gpus.teacher)
-""",
-}
-
-
-@pytest.mark.parametrize(("script", "on_two"), [("gspo", ""), ("grpo_multigpu", "policy"), ("gkd_multigpu", "student")])
-def test_a_run_goes_on(launcher, tmp_path, script, on_two):
+@pytest.mark.parametrize(("script", "replicas"), [
+    ("gspo", 1), pytest.param("grpo_multigpu", 2, marks=pytest.mark.parity),
+    pytest.param("gkd_multigpu", 2, marks=pytest.mark.parity),
+])  # fmt: skip
+def test_a_run_goes_on(launcher, tmp_path, script, replicas):
     usual = launcher.trained(script, steps=3)
-    edits = {"from common.config import require\n": INJECTION}
-    edits |= {old: new for old, new in TWO.items() if on_two and on_two in old}
-    options = dict(micro_batch_tokens=1000, steps=3)
-    copied = launcher.copy(script, REWARD, edits)
-    run = launcher.run(copied, tmp_path / "run", **options).succeeded()
+    options = dict(micro_batch_tokens=1000, steps=3, prepare=partial(little_memory, replicas=replicas))
+    run = launcher.run(script, tmp_path / "run", **options).succeeded()
     for said in ("completions were sampled at once: now 4", "out of memory with micro-batches of", "sequences: now"):
         assert said in run.output
     assert run.samples == usual.samples
-    assert_close(run, usual, metrics=2e-3, weights=1e-5)
+    assert_close(run, usual)
 
 
-@pytest.mark.parametrize(("script", "role"), [("gspo_multigpu", "policy"), ("gkd_multigpu", "student")])
-def test_replicas_may_have_nothing_to_do(launcher, tmp_path, script, role):
+@pytest.mark.parity
+@pytest.mark.parametrize(("script", "group_size"), [("gspo_multigpu", 2), ("gkd_multigpu", 1)])
+def test_replicas_may_have_nothing_to_do(launcher, tmp_path, script, group_size):
     # of four, one has no prompt to sample from, and each minibatch leaves some without a row
-    options = dict(batch_size=3, group_size=1 if role == "student" else 2, steps=2, eval_examples=1)
+    options = dict(batch_size=3, group_size=group_size, steps=2, eval_examples=1)
     usual = launcher.trained(script, **options)
-    edits = {old: new.replace("(home, home)", "(home,) * 4") for old, new in TWO.items() if role in old}
-    run = launcher.run(launcher.copy(script, REWARD, edits), tmp_path / "run", **options).succeeded()
+    run = launcher.run(script, tmp_path / "run", prepare=partial(two_replicas, count=4), **options).succeeded()
     assert run.samples == usual.samples
-    assert_close(run, usual, metrics=1e-4, weights=1e-5)
+    assert_close(run, usual)
 
 
+@pytest.mark.parity
 def test_one_rank_runs_out_of_memory_and_the_other_does_not(launcher, tmp_path):
     usual = launcher.trained("gspo_ddp", 2, steps=3)
-    there = INJECTION.replace("if size > 40", "if distributed.rank() == 1 and size > 40")
-    there = there.replace("if b > 4", "if distributed.rank() == 1 and b > 4")
-    copied = launcher.copy("gspo_ddp", REWARD, {"from common.config import require\n": there})
-    run = launcher.run(copied, tmp_path / "run", 2, micro_batch_tokens=1000, steps=3).succeeded()
+    options = dict(micro_batch_tokens=1000, steps=3, prepare=partial(little_memory, on_rank=1))
+    run = launcher.run("gspo_ddp", tmp_path / "run", 2, **options).succeeded()
     assert "rank 1: out of memory with micro-batches of" in run.output and "rank 0: out of" not in run.output
-    assert_close(run, usual, metrics=2e-3, weights=1e-5)
+    assert_close(run, usual)

@@ -1,24 +1,19 @@
 """The plan of memory: counts as published models and real objects have them, peaks as measured, advice that holds."""
 
 import dataclasses
-import importlib.util
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, build_model, tiny_model
+from test_tools import load_script
 from torch.autograd.graph import saved_tensors_hooks
 
-from common import attention, cache, devices, footprint, layouts, lora, optim, plan, shapes, toy
+from common import attention, cache, devices, footprint, layouts, lora, optim, plan, shapes
 from common.devices import GIB
 
-spec = importlib.util.spec_from_file_location("plan_memory", ROOT / "scripts" / "plan_memory.py")
-plan_memory = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(plan_memory)
-spec = importlib.util.spec_from_file_location("random_vlm", ROOT / "scripts" / "random_vlm.py")
-random_vlm = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(random_vlm)
+plan_memory, random_vlm = load_script("plan_memory"), load_script("random_vlm")
 
 
 def text(kind: str, V: int, H: int, I: int, L: int, heads: int, kv: int, tied: bool) -> dict:  # noqa: E741
@@ -41,32 +36,35 @@ PUBLISHED = {
     "70b": text("llama", 128256, 8192, 28672, 80, 64, 8, False),
     "smollm2": text("llama", 49152, 576, 1536, 30, 9, 3, True),
     "tiny": text("qwen2", 64, 32, 64, 2, 4, 2, True),
-    "3b-vl": vlm("3b"),
-    "7b-vl": vlm("7b"),
-}
+    "3b-vl": vlm("3b"), "7b-vl": vlm("7b"),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, str]:
     """Folders that hold nothing but a config."""
-    folders = {}
-    for name, config in PUBLISHED.items():
-        folder = tmp_path_factory.mktemp(name)
-        (folder / "config.json").write_text(json.dumps(config))
-        folders[name] = str(folder)
-    return folders
+    folders = {name: tmp_path_factory.mktemp(name) for name in PUBLISHED}
+    for name, folder in folders.items():
+        (folder / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    return {name: str(folder) for name, folder in folders.items()}
+
+
+def loaded(script: str, **options):
+    """Module and Config of a script, from a command line."""
+    return layouts.load(ROOT / script, [text for name, value in options.items() for text in (f"--{name}", str(value))])
 
 
 def planned(script: str, ranks: int = 1, prompt_tokens: int = 0, visual_tokens=None, on_gpu=True, **options):
-    """A plan from a command line."""
-    argv = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    module, cfg = layouts.load(ROOT / script, argv)
-    roles = layouts.all_ranks(module, cfg, ranks)
+    module, cfg = loaded(script, **options)
     given = dict(ranks=ranks, prompt_tokens=prompt_tokens, visual_tokens=visual_tokens, on_gpu=on_gpu)
-    return plan.of(cfg, roles, **given)
+    return plan.of(cfg, layouts.all_ranks(module, cfg, ranks), **given)
 
 
-# ---- counts ----
+def names_of(models, script: str, student: str, teacher: str = "1.5b") -> dict[str, str]:
+    """Options that name the models."""
+    if script.startswith("gkd"):
+        return dict(student_model=models[student], teacher_model=models[teacher])
+    return dict(policy_model=models[student])
 
 
 def test_parameters_are_those_of_the_published_models(models):
@@ -95,15 +93,11 @@ def test_a_token_goes_through_a_few_experts(tmp_path):
     assert inner("qwen2_moe", **shared) == 2 * 16 + 40
 
 
-BAD_CONFIGS = [
-    (dict(model_type="bert"), "BertLMHeadModel: an encoder"),
-    (dict(model_type="t5"), "for this kind of AutoModel: AutoModelForCausalLM; give a causal language model: a hub id"),
-    (dict(hidden_size=8), "Should have a `model_type` key in its config.json; give a causal"),
-    (dict(model_type="nosuch"), "has model type `nosuch`"),
-]
-
-
-@pytest.mark.parametrize(("config", "said"), BAD_CONFIGS)
+@pytest.mark.parametrize(("config", "said"), [
+    (dict(model_type="bert"), "BertLMHeadModel: an encoder"), (dict(hidden_size=8), "Should have a `model_type`"),
+    (dict(model_type="nosuch"), "`nosuch`"),
+    pytest.param(dict(model_type="t5"), "give a causal language model", marks=pytest.mark.families),
+])  # fmt: skip
 def test_what_is_wrong_with_a_model_is_one_line_with_its_name(tmp_path, config, said):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"^model ") as raised:
@@ -114,9 +108,8 @@ def test_what_is_wrong_with_a_model_is_one_line_with_its_name(tmp_path, config, 
 
 def test_a_tiny_model_takes_what_the_plan_says(models):
     """Weights, adapters and optimizer state as allocated by the objects themselves, whatever the dtype."""
-    for dtype in ("fp32", "bf16"):
-        options = dict(policy_model=models["tiny"], dtype=dtype)
-        model = build_model("qwen2").to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+    for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        options, model = dict(policy_model=models["tiny"], dtype=dtype), build_model("qwen2").to(kind)
         always = planned("gspo/gspo.py", **options).gpus[0].always
         assert always["weights"] == sum(p.nbytes for p in model.parameters())
         assert always["AdamW"] == optim.AdamW(model, 1e-3).offload() * GIB  # masters and moments; fp32 ones stay
@@ -135,13 +128,6 @@ def test_the_cache_is_that_of_the_engine(models):
         gpu = planned("gspo/gspo.py", dtype=kind, **options).gpus[0]
         own = cache.FlashCache if kind == "bf16" else cache.SdpaCache
         assert gpu.groups * gpu.cache == own(layers, dtype, torch.device("cpu")).bytes(space)
-
-
-def test_one_and_a_half_billion_parameters_as_the_rule_of_thumb_has_them(models):
-    gpu = planned("gspo/gspo.py", policy_model=models["1.5b"]).gpus[0]
-    assert gpu.always["weights"] / 1e9 == pytest.approx(3.09, abs=0.01)
-    assert gpu.phases["loss"]["gradients"] / 1e9 == pytest.approx(3.09, abs=0.01)
-    assert gpu.always["AdamW"] / 1e9 == pytest.approx(18.52, abs=0.01)  # 6.2 fp32 weights, 12.3 moments
 
 
 def kept_per_token(adapters: bool, layers: int, compile: bool = False) -> float:
@@ -171,10 +157,9 @@ def kept_per_token(adapters: bool, layers: int, compile: bool = False) -> float:
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.tools)])
 def test_layers_keep_what_the_factors_say(adapters, compile):
-    factors = (footprint.COMPILED_LORA if adapters else footprint.COMPILED) if compile else (
-        footprint.EAGER_LORA if adapters else footprint.EAGER)  # fmt: skip
+    factors = getattr(footprint, ("COMPILED" if compile else "EAGER") + "_LORA" * adapters)
     layer = kept_per_token(adapters, 3, compile) - kept_per_token(adapters, 2, compile)
     shape = SimpleNamespace(hidden=64, queries=64, keys=64, inner=256)
     # the CPU's kernel writes its output transposed, so that the next layer takes a copy; ranks and statistics are small
@@ -187,28 +172,22 @@ SPEED = dict(batch_size=8, group_size=8, num_minibatches=4, max_new_tokens=256, 
 DISTILLATION = dict(batch_size=64, group_size=1, num_minibatches=1, max_new_tokens=256, loss="jsd")
 LONG = POSTER | dict(batch_size=2, group_size=4, gradient_checkpointing=True, max_prompt_tokens=32768)
 MEASURED = [
-    (14.8, "gspo/gspo.py", "0.5b", 128, SPEED),
-    (5.9, "gspo/gspo.py", "smollm2", 128, SPEED),
+    (14.8, "gspo/gspo.py", "0.5b", 128, SPEED), (5.9, "gspo/gspo.py", "smollm2", 128, SPEED),
     (20.1, "gkd/gkd.py", "0.5b", 128, DISTILLATION | dict(micro_batch_tokens=6144)),
     (20.4, "gkd/gkd.py", "0.5b", 128, DISTILLATION | dict(micro_batch_tokens=8064)),
-    (76.0, "grpo/poster/poster_grpo.py", "3b-vl", 1006, POSTER),
+    pytest.param(76.0, "grpo/poster/poster_grpo.py", "3b-vl", 1006, POSTER, marks=pytest.mark.tools),
     (122.4, "grpo/poster/poster_grpo.py", "7b-vl", 1006, POSTER | dict(gradient_checkpointing=True)),
     (58.6, "grpo/poster/poster_grpo.py", "3b-vl", 32072, LONG),
     (12.5, "grpo/poster/poster_grpo.py", "smollm2", 400, dict(max_new_tokens=512, micro_batch_tokens=16384)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("gib", "script", "model", "prompt_tokens", "options"), MEASURED)
 def test_planned_peaks_are_the_measured_ones(models, gib, script, model, prompt_tokens, options):
-    names = dict(policy_model=models[model])
-    if script == "gkd/gkd.py":
-        names = dict(student_model=models[model], teacher_model=models["1.5b"])
     visual = min(464, prompt_tokens) if "vl" in model else None
-    run = planned(script, prompt_tokens=prompt_tokens, visual_tokens=visual, **names, **options)
+    options = names_of(models, script, model) | options
+    run = planned(script, prompt_tokens=prompt_tokens, visual_tokens=visual, **options)
     assert run.within(80 * GIB if gib < 20 else 140 * GIB).peak(0) / GIB == pytest.approx(gib, rel=0.1)
-
-
-# ---- what settings do ----
 
 
 def test_smaller_settings_take_less(models):
@@ -221,8 +200,7 @@ def test_smaller_settings_take_less(models):
                     dict(lora_rank=16), dict(lora_rank=16, load_bits=4), dict(kl_coef=0.0)):  # fmt: skip
         assert base.but(**changes).peak(0) < full, changes
     assert base.peak(0) == base.peak(1)
-    # compiled layers keep less
-    assert base.but(compile=False).peak(0) > full
+    assert base.but(compile=False).peak(0) > full  # compiled layers keep less
 
 
 def test_offloaded_state_is_pinned_by_every_process(models):
@@ -251,8 +229,8 @@ def test_shards_and_the_copy_that_samples(models):
 
 
 def test_roles_of_several_gpus_in_one_process(models):
-    options = dict(policy_model=models["0.5b"], kl_coef=0.1, reward_model=models["1.5b"])
-    run = planned("gspo/gspo_multigpu.py", **options)
+    options = dict(policy_model=models["0.5b"], kl_coef=0.1)
+    run = planned("gspo/gspo_multigpu.py", reward_model=models["1.5b"], **options)
     first, second, third = run.gpus.values()
     weights = 2 * shapes.of(models["0.5b"]).params
     assert first.always["weights"] == second.always["weights"] == third.always["reference"] == weights
@@ -261,26 +239,26 @@ def test_roles_of_several_gpus_in_one_process(models):
     assert third.always["copy to sample"] == weights and "gradients" not in str(third.phases)
     assert third.always["reward model"] == 2 * shapes.of(models["1.5b"], "reward").params
     assert first.groups + second.groups + third.groups >= 16
-
-
-def test_a_reference_that_ranks_share_a_gpu_for_is_there_once_for_each(models):
-    _, cfg = layouts.load(ROOT / "gspo/gspo_ddp.py", ["--policy_model", models["0.5b"], "--kl_coef", "0.1"])
-    roles = [{"policy": (rank,), "reference": (2,)} for rank in range(2)]
-    assert plan.of(cfg, roles, ranks=2).gpus[2].always["reference"] == 2 * 2 * shapes.of(models["0.5b"]).params
+    # a reference on a GPU that two ranks share is there once for each
+    shared = [{"policy": (rank,), "reference": (2,)} for rank in range(2)]
+    run = plan.of(loaded("gspo/gspo_ddp.py", **options)[1], shared, ranks=2)
+    assert run.gpus[2].always["reference"] == 2 * weights
 
 
 def test_a_teacher_on_two_gpus_and_one_that_waits_in_cpu_memory(models):
-    _, cfg = layouts.load(ROOT / "gkd/gkd_multigpu.py", ["--student_model", models["0.5b"], "--teacher_model",
-                                                         models["1.5b"]])  # fmt: skip
+    _, cfg = loaded("gkd/gkd_multigpu.py", **names_of(models, "gkd", "0.5b"))
     teacher, student = (2 * shapes.of(models[name]).params for name in ("1.5b", "0.5b"))
     roles = {"student": (0,), "rollout": (0,), "teacher": (1, 2)}
     run = plan.of(cfg, roles)
     assert sum(run.gpus[i].always["teacher"] for i in (1, 2)) == pytest.approx(teacher)
     assert run.gpus[0].phases["loss"]["head of the teacher"] == 2 * 151936 * 1536
-    away = plan.of(dataclasses.replace(cfg, param_offload=True), roles | {"teacher": (0,)})
+    cfg = dataclasses.replace(cfg, param_offload=True)
+    away = plan.of(cfg, roles | {"teacher": (0,)})
     assert away.gpus[0].always["weights"] == 0 and away.gpus[0].always["teacher"] == 2 * 151936 * 1536
     assert away.gpus[0].phases["teacher"]["teacher"] == teacher - 2 * 151936 * 1536
     assert away.gpus[0].phases["rollout"]["weights"] == student and away.host > student
+    two = plan.of(cfg, {"student": (0, 1), "rollout": (0, 1), "teacher": (0,)})
+    assert two.host - away.host == pytest.approx(student, abs=2)  # every replica of a student takes CPU memory
 
 
 def test_completions_wait_where_memory_is_short(models):
@@ -295,33 +273,20 @@ def test_completions_wait_where_memory_is_short(models):
     assert run.within(30 * GIB).pinned > run.within(140 * GIB).pinned == 0
 
 
-SCRIPT_OPTIONS = [{}, {"optimizer_offload": "always", "gradient_checkpointing": True}, {"lora_rank": 8, "load_bits": 8}]
-
-
 @pytest.mark.parametrize("script", layouts.scripts())
 def test_every_script_is_planned(models, script):
-    fits = []
-    for options in SCRIPT_OPTIONS:
-        names = dict(policy_model=models["1.5b"])
-        if script.startswith("gkd"):
-            names = dict(student_model=models["0.5b"], teacher_model=models["1.5b"])
-        run = planned(script, **names, **options)
+    for options in ({}, dict(optimizer_offload="always", gradient_checkpointing=True), dict(lora_rank=8, load_bits=8)):
+        student = "0.5b" if script.startswith("gkd") else "1.5b"
+        run = planned(script, **names_of(models, script, student), **options)
         assert str(run).count("\nGPU ") >= len(run.gpus)
-        fits.append(run.within(1000 * GIB).fits() and not run.within(GIB).fits())
-    assert all(fits)
+        assert run.within(1000 * GIB).fits() and not run.within(GIB).fits()
 
 
-# ---- advice ----
-
-
-SHORT_OF_MEMORY = [
+@pytest.mark.parametrize(("script", "ranks", "model", "gib"), [
     ("gspo/gspo.py", 1, "0.5b", 16), ("gspo/gspo.py", 1, "1.5b", 40), ("gspo/gspo.py", 1, "1.5b", 24),
     ("gspo/gspo_ddp.py", 2, "7b", 24), ("gspo/gspo_ddp.py", 8, "7b", 80), ("gspo/gspo_multigpu.py", 1, "1.5b", 24),
     ("gspo/gspo.py", 1, "7b", 10), ("grpo/poster/poster_grpo.py", 4, "7b-vl", 48),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("script", "ranks", "model", "gib"), SHORT_OF_MEMORY)
+])  # fmt: skip
 def test_advice_holds_and_asks_for_no_more_than_is_needed(models, script, ranks, model, gib):
     run = planned(script, ranks, policy_model=models[model]).within(gib * GIB)
     advice = run.advice()
@@ -352,8 +317,7 @@ def test_advice_begins_with_what_costs_least(models):
     run = planned("gspo/gspo.py", policy_model=models["1.5b"], prompt_tokens=300)
     assert run.but(max_prompt_tokens=200).longest == 200 and run.but(max_prompt_tokens=400).longest == 300
 
-
-def test_small_micro_batches_come_after_all_else_that_changes_no_result(models):
+    # small micro-batches come after all else that changes no result
     options = dict(max_new_tokens=64, max_prompt_tokens=64, num_minibatches=1)
     run, sizes = planned("gspo/gspo.py", policy_model=models["1.5b"], **options), set()
     for gib in (8.25, 8.5, 8.75, *range(9, 45, 3)):
@@ -375,41 +339,37 @@ def test_advice_counts_cpu_memory(models):
     short = run.within(24 * GIB, host=60 * GIB).advice()
     assert "optimizer_offload" not in short.changes and short.plan.fits()
     # one process of four, as a script asks for it
-    _, cfg = layouts.load(ROOT / "gspo/gspo_ddp.py", ["--policy_model", models["1.5b"], "--dtype", "fp16"])
+    _, cfg = loaded("gspo/gspo_ddp.py", policy_model=models["1.5b"], dtype="fp16")
     assert str(plan.of(cfg, {"policy": (0,)}, ranks=4).advice(24 * GIB)).endswith("GiB of CPU memory for each process")
 
 
-NO_SHARDS = [dict(dtype="fp16"), dict(kl_coef=0.1, reference_refresh=5)]
-
-
-@pytest.mark.parametrize("options", NO_SHARDS)
-def test_what_the_script_would_refuse_is_not_advised(models, options):
-    run = planned("gspo/gspo_ddp.py", 2, policy_model=models["1.5b"], **options)
-    for gib in (12, 24, 30):
-        assert "fsdp" not in run.advice(gib * GIB).changes
-    with pytest.raises(ValueError, match="fsdp = True"):
-        run.but(fsdp=True)
-
-
-def test_a_reference_elsewhere_and_a_trained_vision_tower_are_not_sharded(models):
-    _, cfg = layouts.load(ROOT / "gspo/gspo_ddp.py", ["--policy_model", models["1.5b"], "--kl_coef", "0.1"])
+def test_what_the_script_would_refuse_is_not_advised(models):
+    for options in (dict(dtype="fp16"), dict(kl_coef=0.1, reference_refresh=5)):
+        run = planned("gspo/gspo_ddp.py", 2, policy_model=models["1.5b"], **options)
+        assert not any("fsdp" in run.advice(gib * GIB).changes for gib in (12, 24))
+        with pytest.raises(ValueError, match="fsdp = True"):
+            run.but(fsdp=True)
+    # neither with a reference elsewhere, nor with a vision tower that is trained
+    _, cfg = loaded("gspo/gspo_ddp.py", policy_model=models["1.5b"], kl_coef=0.1)
     own, apart = ([{"policy": (i,), "reference": (where or i,)} for i in range(2)] for where in (0, 2))
     assert "fsdp" in plan.of(cfg, own, ranks=2).advice(24 * GIB).changes
     assert "fsdp" not in plan.of(cfg, apart, ranks=2).advice(24 * GIB).changes
-    options = dict(policy_model=models["3b-vl"], batch_size=8)
     for frozen in (True, False):
-        changes = planned("grpo/poster/poster_grpo.py", 4, freeze_vision=frozen, **options).advice(40 * GIB).changes
+        options = dict(policy_model=models["3b-vl"], batch_size=8, freeze_vision=frozen)
+        changes = planned("grpo/poster/poster_grpo.py", 4, **options).advice(40 * GIB).changes
         assert changes and ({"fsdp", "lora_rank"} & changes.keys() != set()) == frozen
 
 
+@pytest.mark.tools
 def test_a_teacher_waits_in_cpu_memory_or_is_served_elsewhere(models):
-    names = dict(student_model=models["1.5b"], teacher_model=models["7b"])
-    advice = planned("gkd/gkd.py", **names).advice(24 * GIB)
-    assert advice.changes["param_offload"] and advice.plan.fits() and "lora_rank" not in advice.changes
-    large = dict(student_model=models["0.5b"], teacher_model=models["70b"])
-    assert "--teacher_url" in str(planned("gkd/gkd.py", **large).advice(24 * GIB))
-    small = planned("gkd/gkd.py", student_model=models["0.5b"], teacher_model=models["0.5b"])
-    assert "nothing helps" in str(small.advice(1.5 * GIB)) and "--teacher_url" not in str(small.advice(1.5 * GIB))
+    def advice(student, teacher, gib):
+        return planned("gkd/gkd.py", **names_of(models, "gkd", student, teacher)).advice(gib * GIB)
+
+    waits = advice("1.5b", "7b", 24)
+    assert waits.changes["param_offload"] and waits.plan.fits() and "lora_rank" not in waits.changes
+    assert "--teacher_url" in str(advice("0.5b", "70b", 24))
+    small = str(advice("0.5b", "0.5b", 1.5))
+    assert "nothing helps" in small and "--teacher_url" not in small
 
 
 def test_where_nothing_helps_the_size_that_would_is_right(models):
@@ -435,61 +395,36 @@ def test_the_largest_micro_batch_and_the_most_completions(models):
     assert more.gpus[0].at_once(24 * GIB) * 8 == pytest.approx(completions, abs=16 * 8)
     assert run.largest(4 * GIB)[0] == 0
     assert run.largest(1000 * GIB)[0] == run.minibatch == 16 * 8 // 4 * 640
-
-
-@pytest.mark.parametrize("tokens", [1, 700, 3000, 8192, 10**6])
-def test_a_run_that_fits_is_never_told_to_take_less(models, tokens):
-    run = planned("gspo/gspo_ddp.py", 2, policy_model=models["0.5b"], micro_batch_tokens=tokens)
-    for gib in range(9, 30, 3):
-        there = run.within(gib * GIB)
+    for tokens in (1, 700, 3000, 10**6):  # a run that fits is never told to take less
+        there = run.but(micro_batch_tokens=tokens)
         most = there.largest()[0]
         assert most <= run.minibatch and (not most or there.but(micro_batch_tokens=most).fits())
         assert not there.fits() or most >= min(tokens, run.minibatch)
 
 
-# ---- the call in the scripts ----
-
-
 def start(models, monkeypatch, gib, model="1.5b", script="gspo/gspo.py", **options):
     """What a script does at its start on GPUs that are not there."""
-    argv = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    _, cfg = layouts.load(ROOT / script, ["--policy_model", models.get(model, model), *argv])
+    _, cfg = loaded(script, policy_model=models.get(model, model), **options)
     monkeypatch.setattr(devices, "free_bytes", lambda device: gib * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     gpu = torch.device("cuda", 0)
     return plan.require_fit(cfg, devices.Layout((gpu,), gpu, gpu))
 
 
-def test_every_replica_of_a_student_takes_cpu_memory(models):
-    argv = ["--student_model", models["0.5b"], "--teacher_model", models["1.5b"], "--param_offload", "true"]
-    _, cfg = layouts.load(ROOT / "gkd/gkd_multigpu.py", argv)
-    one, two = (plan.of(cfg, {"student": own, "rollout": own, "teacher": (0,)}) for own in ((0,), (0, 1)))
-    assert two.host - one.host == pytest.approx(494_032_768 * 2, abs=2)
-
-
-def test_cpu_memory_is_that_of_all_processes_of_the_machine(models, monkeypatch):
-    monkeypatch.setattr(plan, "host_bytes", lambda: 40 * GIB)
-    options = dict(script="gspo/gspo_ddp.py", optimizer_offload="always")  # 17.3 GiB for each process
-    start(models, monkeypatch, 80, **options)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match=r"69\.0 GiB of CPU memory for all processes: this machine has 40\.0"):
-        start(models, monkeypatch, 80, **options)
-
-
-def test_a_run_that_cannot_fit_is_refused_with_what_to_change(models, monkeypatch, capsys):
+def test_a_run_that_cannot_fit_is_refused_with_what_to_change(models, monkeypatch, capsys, tmp_path):
     with pytest.raises(ValueError, match=r"about 2\d\.\d GiB: 22\.8 GiB can be used; it would fit with --micro"):
         start(models, monkeypatch, 24)
     assert "does not fit" in capsys.readouterr().out
     with pytest.raises(ValueError, match="nothing helps"):
         start(models, monkeypatch, 1)
-    monkeypatch.setattr(plan.os, "sysconf", lambda name: 2**16)  # 4 GiB of CPU memory
-    with pytest.raises(ValueError, match=r"17\.3 GiB of CPU memory for all processes: this machine has 4\.0; it would"):
-        start(models, monkeypatch, 80, optimizer_offload="rollout")
     assert start(models, monkeypatch, 24, force=True).capacity == {0: 24 * GIB}
     assert "starting all the same" in capsys.readouterr().out
-
-
-def test_too_large_a_micro_batch_is_only_said(models, monkeypatch, capsys):
+    # a model that cannot be read ends nothing
+    (tmp_path / "config.json").write_text("{")
+    for model in (tmp_path / "missing" / "model", tmp_path):
+        said = start(models, monkeypatch, 24, model=str(model))
+        assert said in capsys.readouterr().out and said.startswith("no plan of memory: ")
+    # too large a micro-batch is only said
     start(models, monkeypatch, 34)
     assert "micro_batch_tokens = 8192 may be too many" in capsys.readouterr().out
     start(models, monkeypatch, 80)
@@ -497,42 +432,38 @@ def test_too_large_a_micro_batch_is_only_said(models, monkeypatch, capsys):
     assert "plan:" in out and "GPU 0" in out and "may be too many" not in out
 
 
+def test_cpu_memory_is_that_of_all_processes_of_the_machine(models, monkeypatch):
+    options = dict(script="gspo/gspo_ddp.py", optimizer_offload="always")  # 17.3 GiB for each process
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"17\.3 GiB.*this machine has 4\.0; it would"):
+        patch.setattr(plan.os, "sysconf", lambda name: 2**16)  # 4 GiB of CPU memory
+        start(models, monkeypatch, 80, **options)
+    monkeypatch.setattr(plan, "host_bytes", lambda: 40 * GIB)
+    start(models, monkeypatch, 80, **options)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match=r"69\.0 GiB of CPU memory for all processes: this machine has 40\.0"):
+        start(models, monkeypatch, 80, **options)
+
+
 def test_the_layouts_of_scripts_become_roles(models, monkeypatch):
     monkeypatch.setattr(devices, "free_bytes", lambda device: 500 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     gpus = [torch.device("cuda", i) for i in range(4)]
-    _, cfg = layouts.load(ROOT / "gspo/gspo_multigpu.py", ["--policy_model", models["0.5b"], "--kl_coef", "0.1"])
+    _, cfg = loaded("gspo/gspo_multigpu.py", policy_model=models["0.5b"], kl_coef=0.1)
     run = plan.require_fit(cfg, devices.Layout(tuple(gpus[:2]), gpus[2], gpus[3], tuple(gpus[:3])))
     assert run.given["roles"] == {"policy": (0, 1), "rollout": (0, 1, 2), "reference": (2,)}
-    argv = ["--student_model", models["0.5b"], "--teacher_model", models["1.5b"]]
-    _, cfg = layouts.load(ROOT / "gkd/gkd_multigpu.py", argv)
+    _, cfg = loaded("gkd/gkd_multigpu.py", **names_of(models, "gkd", "0.5b"))
     run = plan.require_fit(cfg, devices.DistillationLayout((gpus[0],), (gpus[1],), tuple(gpus[2:])))
     assert run.given["roles"] == {"student": (0,), "rollout": (1,), "teacher": (2, 3)}
     assert run.gpus[1].always["copy to sample"] and not run.gpus[0].groups
-    _, cfg = layouts.load(ROOT / "gkd/gkd.py", argv)
+    _, cfg = loaded("gkd/gkd.py", **names_of(models, "gkd", "0.5b"))
     assert plan.require_fit(cfg, [gpus[0]]).given["roles"] == dict.fromkeys(("student", "rollout", "teacher"), (0,))
 
 
 def test_on_the_cpu_a_line_at_most(models, capsys):
-    cpu = [torch.device("cpu")]
-    _, cfg = layouts.load(ROOT / "gspo/gspo.py", [])
-    toy.folder("toy")  # made once, which is said
-    capsys.readouterr()
-    plan.require_fit(cfg, cpu)
-    assert capsys.readouterr().out == ""
-    _, cfg = layouts.load(ROOT / "gspo/gspo.py", ["--policy_model", models["0.5b"]])
-    plan.require_fit(cfg, cpu)
-    assert capsys.readouterr().out == "plan: weights and optimizer take 5.52 GiB of CPU memory, in each process\n"
-
-
-def test_a_model_that_cannot_be_read_ends_nothing(models, monkeypatch, capsys, tmp_path):
-    said = start(models, monkeypatch, 24, model=str(tmp_path / "missing" / "model"))
-    assert said in capsys.readouterr().out and said.startswith("no plan of memory: ValueError: model")
-    (tmp_path / "config.json").write_text("{")
-    assert str(start(models, monkeypatch, 24, model=str(tmp_path))).startswith("no plan of memory: ")
-
-
-# ---- the command ----
+    for model, said in (("tiny", ""), ("0.5b", "plan: weights and optimizer take 5.52 GiB of CPU memory")):
+        plan.require_fit(loaded("gspo/gspo.py", policy_model=models[model])[1], [torch.device("cpu")])
+        printed = capsys.readouterr().out
+        assert printed.startswith(said) and bool(printed) == bool(said)
 
 
 def test_one_command_tells_whether_a_model_fits(models, capsys):
@@ -552,25 +483,18 @@ def test_one_command_tells_whether_a_model_fits(models, capsys):
     assert plan_memory.main([*better, "--memory_limit", "12"]) == 1
 
 
-def test_sizes_of_cards_are_those_of_the_layout(models, capsys, monkeypatch):
+def test_sizes_of_cards_are_those_of_the_layout_and_cpu_memory_that_of_this_machine(models, capsys, monkeypatch):
     script = [str(ROOT / "gspo/gspo_multigpu.py"), "--policy_model", models["0.5b"]]
     assert plan_memory.main(["--gpu-gib", "24", *script, "--gpu-gib=24", "--gpu_gib", "1"]) == 1
     assert capsys.readouterr().out.count("does not fit") == 2  # GPU 2 and the verdict
-    for wrong in (["--gpu-gib", "24", "--gpu-gib", "24"], ["--gpu-gib", "0"], ["--ranks", "2"]):
-        with pytest.raises(SystemExit) as stopped:
-            plan_memory.main([*script, *wrong])
-        assert stopped.value.code == 2
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert plan_memory.main(script) == 2 and "--gpu-gib 24 asks" in capsys.readouterr().out
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(SystemExit):
-        plan_memory.main(script)
-    assert "2 are visible" in capsys.readouterr().err
+    for wrong, said in ((["--gpu-gib", "24"] * 2, "one for each"), (["--ranks", "2"], "2"), ([], "2 are visible")):
+        with pytest.raises(SystemExit):
+            plan_memory.main([*script, *wrong])
+        assert said in capsys.readouterr().err
     assert plan_memory.main([*script, "--device", "cpu"]) == 0
-
-
-def test_the_cpu_memory_of_this_machine_counts_for_its_own_gpus(models, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(devices, "free_bytes", lambda device: 80 * GIB)
     monkeypatch.setattr(plan, "host_bytes", lambda: 16 * GIB)
     script = [str(ROOT / "gspo/gspo.py"), "--policy_model", models["1.5b"], "--optimizer_offload", "rollout"]
@@ -580,31 +504,19 @@ def test_the_cpu_memory_of_this_machine_counts_for_its_own_gpus(models, capsys, 
     assert "CPU memory is not compared" in capsys.readouterr().out
 
 
-WRONG = [
-    ("--ranks 0", "--ranks 0: must be at least 1"),
-    ("--ranks -1", "--ranks -1: must be at least 1"),
+@pytest.mark.parametrize(("flags", "said"), [
+    ("--ranks 0", "--ranks 0: must be at least 1"), ("--ranks -1", "--ranks -1: must be at least 1"),
     ("--ranks 3", "batch_size = 16: must be a multiple of the 3 ranks; 15 would do"),
     ("--ranks 16 --num_minibatches 16", "num_minibatches = 16: must be at most the 8 completions of a rank"),
     ("--ranks 2 --fsdp true --dtype fp16", "fsdp = True, dtype = 'fp16': shards are"),
-    ("--gpu-gib nan", "--gpu-gib nan: must be a number above 0"),
-    ("--gpu-gib 0", "--gpu-gib 0.0: must be a number above 0"),
+    ("--gpu-gib nan", "--gpu-gib nan: must be a number above 0"), ("--gpu-gib 0", "--gpu-gib 0.0: must be a number"),
     ("--cpu-gib 0", "--cpu-gib 0.0: must be a number above 0"),
-]
-
-
-@pytest.mark.parametrize(("flags", "said"), WRONG)
+])  # fmt: skip
 def test_commands_that_the_script_or_the_plan_cannot_follow(models, capsys, flags, said):
     with pytest.raises(SystemExit) as stopped:
         plan_memory.main([str(ROOT / "gspo/gspo_ddp.py"), "--policy_model", models["0.5b"], *flags.split()])
     captured = capsys.readouterr()
     assert stopped.value.code == 2 and said in captured.err and captured.out == ""
-
-
-def test_what_is_no_script_of_the_clone_is_said_in_one_line(capsys, tmp_path):
-    (tmp_path / "copy.py").write_text((ROOT / "gspo/gspo.py").read_text())
-    for path, said in (("nothing.py", "must be a training script"), (str(ROOT / "gspo"), "must be a training script"),
-                       (str(ROOT / "scripts/plan_memory.py"), "must be a training script"),
-                       (str(tmp_path / "copy.py"), "must stand inside the clone")):  # fmt: skip
-        with pytest.raises(SystemExit) as stopped:
-            plan_memory.main([path, "--gpu-gib", "24"])
-        assert stopped.value.code == 2 and said in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        plan_memory.main(["nothing.py", *flags.split()])
+    assert stopped.value.code == 2

@@ -1,16 +1,20 @@
 """The training of poster policies, text and vision-language: its loss, its cuts, its ranks, its images, its service."""
 
-import importlib.util
+import importlib
 import json
-import shutil
+import math
 import sys
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, Run, assert_equal_weights, comparable
-from test_parity import assert_close
+from comparing import comparable
+from conftest import ROOT, Run, assert_equal_weights
+from safetensors.torch import load_file
 from test_reward_client import Fake
 from test_teacher_server import free_port
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import random_vlm
 
 from common import images, models
 from common.distributed import OUTAGE_EXIT_CODE
@@ -18,12 +22,15 @@ from common.rollout import RolloutBatch
 from grpo.poster import poster_grpo, synthetic, toys
 
 PATH = ROOT / "grpo" / "poster" / "poster_grpo.py"
-# what a policy without training can earn, beside posters that never parse
-EARN = """def earned(completions, answers, **columns):
+# adds what a policy without training can earn, beside posters that never parse
+EARNING = """from common.config import parse
+from grpo.poster import poster_grpo
+
+def earned(completions, answers, **columns):
     return [len(c) % 5 / 5 for c in completions]
 
-
-REWARDS = ((earned, 1.0),)
+poster_grpo.REWARDS = ((earned, 1.0),)
+poster_grpo.main(parse(poster_grpo.Config))
 """
 
 
@@ -56,13 +63,11 @@ def rows(tmp_path_factory) -> str:
 
 @pytest.fixture
 def run(launcher, policies, rows, tmp_path):
-    """Runs a copy of the script with other rewards, on one rank or two."""
-    copy = launcher.copies / "poster_copy.py"
-    text = PATH.read_text()
-    before = next(line for line in text.splitlines() if line.startswith("REWARDS = ()"))
-    copy.write_text(text.replace(before, EARN))
+    """Runs the script, by default with another reward, on one rank or two."""
+    earning = tmp_path / "earning.py"
+    earning.write_text(EARNING)
 
-    def run(name: str, kind: str = "text", ranks: int = 1, script=copy, start: bool = False, **options) -> Run:
+    def run(name: str, kind: str = "text", ranks: int = 1, script=earning, start: bool = False, **options) -> Run:
         defaults = dict(policy_model=policies[kind], train_data=rows, eval_data=rows, kl_coef=0, num_minibatches=2,
                         micro_batch_tokens=400, max_new_tokens=6, learning_rate=1e-3)  # fmt: skip
         begin = launcher.start if start else launcher.run
@@ -71,55 +76,69 @@ def run(launcher, policies, rows, tmp_path):
     return run
 
 
-KINDS = [("text", {}), ("vlm", {}), ("vlm", {"freeze_vision": False})]
-IDS = ["text", "frozen", "trained"]
+def assert_close(run: Run, other: Run, folder: str) -> None:
+    """Two runs whose sums were rounded differently, from the policy in a folder.
+
+    Rounding is 1e-7 of a gradient, but of the few that are close to 0 Adam makes up to a whole step, and a fault moves
+    most weights elsewhere: so they may differ, in the mean, by a hundredth of what training moved them.
+    """
+    for line, other_line in zip(comparable(run.lines), comparable(other.lines), strict=True):
+        assert line.keys() == other_line.keys()
+        for name, value in line.items():
+            # a ratio at the limit may be clipped in one run only; others are differences of almost equal numbers
+            least = 0.02 if name.startswith("clip") else 1e-5
+            same = value == other_line[name] or math.isclose(value, other_line[name], rel_tol=0.01, abs_tol=least)
+            assert same, f"step {line['step']}: {name} {value} {other_line[name]}"
+    one, two, start = run.weights(), other.weights(), load_file(f"{folder}/model.safetensors")
+    assert one.keys() == two.keys()
+    difference, moved = (sum((one[name] - x[name]).abs().sum() for name in one) for x in (two, start))
+    assert difference < 0.01 * moved
 
 
-@pytest.mark.parametrize(("kind", "options"), KINDS, ids=IDS)
-def test_ranks_and_cuts_change_nothing(run, kind, options):
+@pytest.mark.parametrize(("kind", "options"), [
+    ("text", {}), pytest.param("vlm", {}, marks=pytest.mark.poster),
+    pytest.param("vlm", {"freeze_vision": False}, marks=pytest.mark.poster),
+], ids=["text", "frozen", "trained"])  # fmt: skip
+def test_ranks_and_cuts_change_nothing(run, policies, kind, options):
+    options |= dict(steps=2, save_every=1)
     one = run("one", kind, **options).succeeded()
-    assert len(one.steps) == 3 and one.steps[0]["reward_service"] == 0 and one.steps[0]["reward"] > 0
-    assert one.steps[0]["rollout_mismatch"] < 1e-5
+    assert len(one.steps) == 2 and one.steps[0]["reward_service"] == 0 and one.steps[0]["reward"] > 0
+    assert one.steps[0]["rollout_mismatch"] < 1e-4  # rounding of log-probs of -6, in sums of hundreds of terms
     # every sequence alone, on two ranks, one of which has other numbers of images
     two = run("two", kind, ranks=2, micro_batch_tokens=1, **options).succeeded()
-    assert_close(two, one, metrics=2e-3, weights=1e-5)
-    before, after = one.weights(2), one.weights(3)
+    assert_close(two, one, policies[kind])
+    before, after = one.weights(1), one.weights(2)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     vision = {name for name in before if "visual" in name}
     assert moved - vision and bool(moved & vision) == (options.get("freeze_vision") is False)
     assert bool(vision) == (kind == "vlm")
 
 
-def test_a_resumed_run_with_images_is_the_straight_one(run, tmp_path):
-    options = dict(freeze_vision=False, save_every=1, eval_every=0)
-    straight = run("straight", "vlm", steps=3, **options).succeeded()
-    run("parts", "vlm", steps=1, **options).succeeded()
-    parts = run("parts", "vlm", **options).succeeded()
-    assert "resuming from" in parts.output
-    assert comparable(parts.steps) == comparable(straight.steps)
-    assert_equal_weights(parts.weights(), straight.weights())
-    images.load_processor(tmp_path / "parts" / "checkpoint-000003")  # saved with the policy
-
-
+@pytest.mark.poster
 def test_a_small_step_still_evaluates_everything(run):
     options = dict(steps=1, batch_size=1, group_size=2, num_minibatches=1, eval_every=1, eval_examples=4)
     done = run("small", "vlm", **options).succeeded()  # fewer completions than what is evaluated at once
     assert [line["step"] for line in done.lines if "eval_reward" in line] == [0, 1]
 
 
-def test_gspo_with_a_reference_on_two_ranks(run):
+@pytest.mark.poster
+def test_gspo_with_a_reference_on_two_ranks(run, policies):
     options = dict(loss="gspo", kl_coef=0.1, epsilon_low=3e-3, epsilon_high=4e-3, num_minibatches=1, steps=2,
                    kind="vlm", freeze_vision=False)  # fmt: skip
     one = run("one", **options).succeeded()
-    assert one.steps[0]["kl_ref"] == pytest.approx(0, abs=1e-6) and one.steps[-1]["kl_ref"] > 1e-5
-    assert_close(run("two", ranks=2, **options).succeeded(), one, metrics=2e-3, weights=1e-5)
+    first, last = (line["kl_ref"] for line in one.steps)
+    assert abs(first) < 1e-6 < 1e-5 < last  # 0 but for rounding, then the policy has moved
+    assert_close(run("two", ranks=2, **options).succeeded(), one, policies["vlm"])
 
 
-def sibling(name: str):
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS[name])
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.mark.poster
+@pytest.mark.parametrize(("policy", "least"), [("toy-poster", 0.25), ("toy-poster-vlm", 0.15)])
+def test_the_warm_start_parses_mostly_and_leaves_room_to_learn(run, policy, least):
+    done = run("run", script=PATH, policy_model=toys.folder(policy), train_data="synthetic:0", steps=1, batch_size=16,
+               group_size=2, max_new_tokens=120, micro_batch_tokens=8192, eval_every=0)  # fmt: skip
+    (line,) = done.succeeded().steps
+    assert least <= line["reward"] <= 0.75 and line["reward_parse_ok"] >= 0.6
+    assert line["zero_std"] < 0.5  # rewards inside a group differ, or GRPO has no gradient
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo", "gspo"])
@@ -136,45 +155,34 @@ def test_the_loss_is_that_of_the_other_scripts(loss):
         rows=torch.arange(m), advantages=torch.randn(m), old_logps=old, ref_logps=ref,
     )  # fmt: skip
     batch.drop(torch.arange(m) == 3)
-    clip = dict(epsilon_low=0.05, epsilon_high=0.06)
-    shared = dict(kl_coef=0.2, max_new_tokens=9, **clip)
-    own_cfg = poster_grpo.Config(loss=loss, **shared)
-    script = sibling("gspo" if loss == "gspo" else "grpo")
-    more = dict(clip_preset="custom") if loss == "gspo" else dict(loss=loss)
-    cfg = script.Config(**shared, **more)
+    shared = dict(kl_coef=0.2, max_new_tokens=9, epsilon_low=0.05, epsilon_high=0.06)
+    name, more = ("gspo", dict(clip_preset="custom")) if loss == "gspo" else ("grpo", dict(loss=loss))
+    other = importlib.import_module(f"{name}.{name}")
     results = []
     for function, config, counts in (
-        (poster_grpo.poster_loss, own_cfg, (11, 40)),
-        (script.gspo_loss, cfg, (11,)) if loss == "gspo" else (script.grpo_loss, cfg, (11, 40)),
+        (poster_grpo.poster_loss, poster_grpo.Config(loss=loss, **shared), (11, 40)),
+        (getattr(other, f"{name}_loss"), other.Config(**shared, **more), (11,) if loss == "gspo" else (11, 40)),
     ):
         logps = now.clone().requires_grad_()
         value, stats = function(lambda *_, logps=logps: (logps, logps.detach().abs()), batch, config, *counts)
         value.backward()
         results.append((value, logps.grad, stats["clip_fraction"], stats["kl_ref"]))
-    for own, theirs in zip(results[0][:3], results[1][:3], strict=True):
+    # of a sequence's ratio gspo reports means over sequences
+    for own, theirs in list(zip(*results, strict=True))[: 3 if loss == "gspo" else 4]:
         torch.testing.assert_close(own, theirs)
     assert results[0][1].abs().sum() > 0 and results[0][2] > 0
-    if loss != "gspo":  # which reports means of sequences
-        torch.testing.assert_close(results[0][3], results[1][3])
 
 
 def test_the_vision_tower_runs_once_per_prompt_however_large_the_group(monkeypatch, policies, rows, tmp_path):
-    counts = {}
     compute = images._features
-    for frozen in (True, False):
-        for group_size in (2, 6):
-            calls = []
-            monkeypatch.setattr(images, "_features", lambda *args, calls=calls: calls.append(1) or compute(*args))
-            cfg = poster_grpo.Config(
-                policy_model=policies["vlm"], train_data=rows, eval_data="", batch_size=3, group_size=group_size,
-                steps=1, max_new_tokens=4, device="cpu", freeze_vision=frozen,
-                out_dir=str(tmp_path / f"{frozen}{group_size}"),
-            )  # fmt: skip
-            poster_grpo.main(cfg)
-            counts[frozen, group_size] = len(calls)
-    assert counts[True, 2] == counts[True, 6] == 3  # prompts
-    # a trained tower: also once per optimizer step, of two
-    assert counts[False, 2] == counts[False, 6] == 3 + 2 * 3
+    for frozen, expected in ((True, 3), (False, 3 + 2 * 3)):  # prompts; a trained one also once per optimizer step
+        calls = []
+        monkeypatch.setattr(images, "_features", lambda *args, calls=calls: calls.append(1) or compute(*args))
+        poster_grpo.main(poster_grpo.Config(
+            policy_model=policies["vlm"], train_data=rows, eval_data="", batch_size=3, group_size=6, steps=1,
+            max_new_tokens=4, device="cpu", freeze_vision=frozen, out_dir=str(tmp_path / str(frozen)),
+        ))  # fmt: skip
+        assert len(calls) == expected
 
 
 def test_prompts_that_do_not_fit_are_dropped_with_their_images(policies, rows, capsys):
@@ -196,20 +204,17 @@ def test_prompts_that_do_not_fit_are_dropped_with_their_images(policies, rows, c
         load(max_prompt_tokens=5)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (dict(loss="gspo"), "set them to 3e-3 and 4e-3"),
-        (dict(group_size=1), "group_size = 1: must be at least 2"),
-        (dict(coord_space="cm"), "coord_space = 'cm': must be one of"),
-    ],
-)
+@pytest.mark.parametrize(("options", "said"), [
+    (dict(loss="gspo"), "set them to 3e-3 and 4e-3"), (dict(group_size=1), "group_size = 1: must be at least 2"),
+    (dict(coord_space="cm"), "coord_space = 'cm': must be one of"),
+])  # fmt: skip
 def test_settings_that_cannot_be_are_refused(options, said):
     with pytest.raises(ValueError, match=said):
         poster_grpo.Config(**options)
 
 
-def test_after_an_outage_the_rollout_with_images_is_scored_first(run, tmp_path):
+@pytest.mark.poster
+def test_after_an_outage_the_rollout_with_images_is_scored_first(run):
     port = free_port()
     options = dict(steps=3, reward_url=f"http://127.0.0.1:{port}", reward_patience=1.0, save_every=100, eval_every=0,
                    freeze_vision=False)  # fmt: skip
@@ -228,21 +233,19 @@ def test_after_an_outage_the_rollout_with_images_is_scored_first(run, tmp_path):
     again = run("run", "vlm", script=PATH, **options).succeeded()
     service.stop()
     assert "were not scored: they come first" in again.output
+    images.load_processor(again.out_dir / again.checkpoints[-1])  # saved with the policy
+    # bit for bit: the same operations in the same order
     assert comparable(again.steps) == comparable(straight.steps)
     assert_equal_weights(again.weights(), straight.weights())
-    shutil.rmtree(tmp_path / "run")
 
 
+@pytest.mark.tools
 def test_a_model_of_a_real_shape_for_measuring(tmp_path):
-    spec = importlib.util.spec_from_file_location("random_vlm", ROOT / "scripts" / "random_vlm.py")
-    script = importlib.util.module_from_spec(spec)
-    sys.modules["random_vlm"] = script  # its dataclass looks itself up
-    spec.loader.exec_module(script)
     output = str(tmp_path / "tiny")
-    script.main(script.Config(shape="tiny", output=output, dtype="fp32"))
+    random_vlm.main(random_vlm.Config(shape="tiny", output=output, dtype="fp32"))
     _, model = models.load_policy(output, torch.device("cpu"), "fp32")
     assert images.is_vlm(model.config) and images.load_processor(output).tokenizer.pad_token
     with pytest.raises(ValueError, match="is there already"):
-        script.Config(output=output)
-    for name, shape in script.SHAPES.items():  # 128 dimensions per head, as the families have
+        random_vlm.Config(output=output)
+    for name, shape in random_vlm.SHAPES.items():  # 128 dimensions per head, as the families have
         assert shape["hidden_size"] == 128 * shape["num_attention_heads"], name

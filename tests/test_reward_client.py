@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gzip
 import http.server
 import json
 import math
@@ -11,12 +12,14 @@ import time
 
 import pytest
 import torch
-from conftest import SCRIPTS, assert_equal_weights, comparable
+from comparing import comparable
+from conftest import SCRIPTS, assert_equal_weights
 from test_teacher_server import free_port
 
-from common import checkpoint, reward_client, rollout
+from common import checkpoint, distributed, reward_client, rollout, service
 from common.distributed import OUTAGE_EXIT_CODE, OutageError
 from common.reward_client import RewardService
+from common.service import Service, Unavailable
 
 
 class Fake:
@@ -104,7 +107,8 @@ def fake():
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(reward_client, "PAUSES", (0.01, 0.02))
+    for module in (reward_client, service):
+        monkeypatch.setattr(module, "PAUSES", (0.01, 0.02))
 
 
 def scores(client: RewardService, texts: list[str], group_size: int = 4, **columns) -> dict:
@@ -112,21 +116,20 @@ def scores(client: RewardService, texts: list[str], group_size: int = 4, **colum
 
 
 TEXTS = [f"{'x' * i}{i % 2}" for i in range(100)]
+SCORES = [len(text) % 7 / 7 for text in TEXTS]
 
 
 def test_scores_come_back_in_order_from_batches_over_few_connections(fake):
     fake.delay = 0.02
     named = scores(fake.client(workers=3), TEXTS, kind=list(range(100)))
-    assert named["service"] == ([len(text) % 7 / 7 for text in TEXTS], 1.0)
-    assert named["structure"] == ([0.5] * 100, 0.0)
-    assert named["parse_ok"] == ([i % 2 for i in range(100)], 0.0) and len(named) == 3
+    parsed = [i % 2 for i in range(100)]
+    assert named == {"service": (SCORES, 1.0), "structure": ([0.5] * 100, 0.0), "parse_ok": (parsed, 0.0)}
     assert sorted(len(items) for _, _, items, _ in fake.requests) == [4, 32, 32, 32] and fake.most_at_work == 3
     item = next(item for item in fake.items if item["id"] == "41")
     assert item == {"id": "41", "solution_str": TEXTS[41], "ground_truth": "truth 41", "extra_info": {"kind": 41}}
     path, headers, _, _ = fake.requests[0]
     assert path == "/compute_reward_batch" and headers["Content-Type"] == "application/json"
     assert headers["X-Timeout-Ms"] == "120000" and "Authorization" not in headers
-    scores(fake.client(workers=3), TEXTS[:40])
     client, before = fake.client(workers=1), len(fake.requests)
     for _ in range(3):
         scores(client, TEXTS)
@@ -153,8 +156,7 @@ def test_only_what_may_succeed_is_asked_again(fake):
         return [bad(i, True) if number == 1 and i["id"] in "35" else good(i) for i in items]
 
     fake.reply = reply
-    named = scores(fake.client(), TEXTS[:8])
-    assert named["service"][0] == [len(text) % 7 / 7 for text in TEXTS[:8]]
+    assert scores(fake.client(), TEXTS[:8])["service"][0] == SCORES[:8]
     assert [[item["id"] for item in items] for _, _, items, _ in fake.requests] == [list("01234567"), ["3", "5"]]
 
 
@@ -170,106 +172,179 @@ def test_what_is_not_scored_is_nan_and_a_group_needs_three_quarters(fake, capsys
 
 def test_too_many_lost_items_are_an_outage(fake):
     fake.reply = lambda items, _: [bad(i, False) if int(i["id"]) % 4 == 0 else good(i) for i in items]
-    with pytest.raises(OutageError, match=r"6 of 24 completions were not scored.*Mend the service"):
+    with pytest.raises(OutageError, match=r"6 of 24 .*not scored.*Mend the service"):
         scores(fake.client(), TEXTS[:24])
     assert len(fake.requests) == 1
 
 
-WRONG = {
-    "too few": lambda items: [good(i) for i in items[1:]],
-    "no list": lambda items: {"results": 5, "fingerprint": "one"},
-    "other order": lambda items: [good(i) for i in items[::-1]],
-    "nan": lambda items: [good(i, score=math.nan) for i in items],
-    "above one": lambda items: [good(i, score=1.01) for i in items],
-    "negative": lambda items: [good(i, score=-0.1) for i in items],
-    "text": lambda items: [good(i, score="0.5") for i in items],
-    "truth value": lambda items: [good(i, score=True) for i in items],
-    "none": lambda items: [good(i, score=None) for i in items],
-    "error with a score": lambda items: [{**bad(i, True), "score": 0.0} for i in items],
-    "neither": lambda items: [{"id": i["id"], "score": 0.5} for i in items],
-    "no object": lambda items: [0.5 for _ in items],
-    "other service": lambda items: {"results": [good(i) for i in items], "fingerprint": "two"},
-    "500": lambda items: 500,
-    "422": lambda items: 422,
-}
+GOOD_RESULTS = [{"id": "0", "ok": True, "score": 0.25, "structure": 0.5}, {"id": "1", "ok": True, "score": 0.75}]
 
 
-@pytest.mark.parametrize("kind", WRONG)
-def test_an_answer_that_is_no_score_ends_as_an_outage(fake, kind):
-    fake.reply = lambda items, _: WRONG[kind](items)
+def stub_client(monkeypatch, said: bytes) -> RewardService:
+    """A client whose service answers this."""
+    monkeypatch.setattr(Service, "wait_until_ready", lambda *_: None)
+    monkeypatch.setattr(Service, "get", lambda *_: b'{"fingerprint": "one"}')
+    monkeypatch.setattr(Service, "post", lambda *_: said)
+    return RewardService("http://localhost:1")
+
+
+def answer(results, **more) -> bytes:
+    return json.dumps({"results": results, "fingerprint": "one", **more}).encode(errors="surrogatepass")
+
+
+def first(**more) -> bytes:
+    """An answer whose first result is as good as the second but for this."""
+    return answer([{**GOOD_RESULTS[0], **more}, GOOD_RESULTS[1]])
+
+
+@pytest.mark.parametrize("said", [
+    b"<html>200</html>", b"[" * 100_000, answer(GOOD_RESULTS)[:-9], answer(5), answer([0.5, 0.5]),
+    answer(GOOD_RESULTS[:1]), answer(GOOD_RESULTS * 2), answer(GOOD_RESULTS[::-1]), answer([GOOD_RESULTS[0]] * 2),
+    answer(GOOD_RESULTS, fingerprint="two"), answer([{"id": "0", "score": 0.5}, GOOD_RESULTS[1]]),
+    answer([{"id": "0", "ok": True}, GOOD_RESULTS[1]]), first(ok=1), first(ok="false"), first(score=True),
+    first(ok=False, error={"code": "scorer"}), first(score=math.nan), first(score=math.inf), first(score=10**400),
+    first(score=1.01), first(score=-0.1), first(score="0.5"), first(score=None),
+], ids=range(23))  # fmt: skip
+def test_an_answer_that_is_no_score_ends_as_an_outage(monkeypatch, said):
     with pytest.raises(OutageError, match="Mend the service"):
+        scores(stub_client(monkeypatch, said), ["a", "b"], 2)
+
+
+def test_a_number_of_a_result_never_takes_the_place_of_the_score(monkeypatch):
+    said = answer([{**result, "service": 0.0, "huge": 10**400, "odd": math.nan} for result in GOOD_RESULTS])
+    assert scores(stub_client(monkeypatch, said), ["a", "b"], 2)["service"] == ([0.25, 0.75], 1.0)
+
+
+@pytest.mark.parametrize("status", [500, 422])
+def test_a_service_that_fails_or_refuses_is_an_outage(fake, status):
+    fake.reply = lambda items, _: status
+    with pytest.raises(OutageError, match=f"status {status}.*Mend the service"):
         scores(fake.client(), TEXTS[:4])
 
 
 def test_busy_and_broken_answers_are_repeated(fake):
     fake.reply = lambda items, number: {1: 503, 2: 429, 3: 500, 4: 502}.get(number) or [good(i) for i in items]
-    assert scores(fake.client(), TEXTS[:4])["service"][0] == [len(text) % 7 / 7 for text in TEXTS[:4]]
+    assert scores(fake.client(), TEXTS[:4])["service"][0] == SCORES[:4]
     assert len(fake.requests) == 5
 
 
 def test_the_run_is_tied_to_one_way_of_scoring(fake):
-    assert fake.client().fingerprint == "one" and fake.client(fingerprint="one")
+    client = fake.client()
+    assert client.fingerprint == "one" and fake.client(fingerprint="one")
     with pytest.raises(ValueError, match=r"is 'one': must be that of the run, 'zero'.*allow_reward_change"):
         fake.client(fingerprint="zero")
     fake.fingerprint = None
     with pytest.raises(ValueError, match=r"fingerprint of .*: None: must be text"):
         fake.client()
-
-
-def test_another_service_on_the_same_port_is_noticed(fake):
-    client = fake.client()
-    port = fake.server.server_address[1]
     fake.stop()
-    other = Fake(port, "two")
-    try:
-        with pytest.raises(OutageError, match="must be that of the run, 'one'"):
-            scores(client, TEXTS[:4])
-    finally:
-        other.stop()
-
-
-def test_equal_scores_are_pointed_out_once(fake, capsys):
-    fake.reply = lambda items, _: [good(i, score=0.25) for i in items]
-    client = fake.client()
-    for _ in range(8):
+    other = Fake(fake.server.server_address[1], "two")  # on the same port
+    with contextlib.ExitStack() as stack, pytest.raises(OutageError, match="of the run, 'one'"):
+        stack.callback(other.stop)
         scores(client, TEXTS[:4])
-    assert capsys.readouterr().out.count("5 times in a row all scores were 0.25") == 1
-    fake.reply = lambda items, _: [good(i) for i in items]
-    scores(client, TEXTS[:4])
-    assert client._flat == 0
 
 
-def test_completions_that_never_parse_are_pointed_out_once(fake, capsys):
+@pytest.mark.parametrize(("usual", "odd", "said"), [
+    (dict(), dict(score=0.25), "5 times in a row all scores were 0.25"),
+    (dict(parse_ok=True), dict(parse_ok=False), "fewer than 10 % of completions parsed"),
+])  # fmt: skip
+def test_what_teaches_nothing_is_pointed_out_once(fake, capsys, usual, odd, said):
     client = fake.client()
-    for parsed in (1, 0, 0, 0, 0, 0, 0):
-        fake.reply = lambda items, _, n=parsed: [good(i, parse_ok=int(i["id"]) < n) for i in items]
-        scores(client, TEXTS[:10])
-    assert capsys.readouterr().out.count("fewer than 10 % of completions parsed") == 1
+    for more, times in ((odd, 4), (usual, 1), (odd, 4)):  # never five in a row
+        fake.reply = lambda items, _, more=more: [good(i, **more) for i in items]
+        for _ in range(times):
+            scores(client, TEXTS[:4])
+    assert said not in capsys.readouterr().out
+    for _ in range(4):
+        scores(client, TEXTS[:4])
+    assert capsys.readouterr().out.count(said) == 1
 
 
-def test_an_answer_that_drips_is_given_up():
-    """Each byte comes in time, the whole does not."""
-    listener = socket.create_server(("127.0.0.1", 0))
+# ---- any server ----
 
-    def drip():
-        connection, _ = listener.accept()
-        with connection:
+
+@contextlib.contextmanager
+def talking(*parts: bytes, pause: float = 0.0, again: int = 1):
+    """A server that says this to whoever connects, whatever is asked; the last part `again` times."""
+    listener, stop = socket.create_server(("127.0.0.1", 0)), threading.Event()
+
+    def talk(connection):
+        with connection, contextlib.suppress(OSError):
             connection.recv(65536)
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
-            try:
-                for _ in range(200):
-                    connection.sendall(b"x")
-                    time.sleep(0.02)
-            except OSError:  # the other side has hung up, as it should
-                return
+            for part in (*parts, *[parts[-1]] * (again - 1)):
+                connection.sendall(part)
+                if stop.wait(pause):
+                    return
 
-    threading.Thread(target=drip, daemon=True).start()
-    service = reward_client.Service(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.3, patience_s=1)
-    began = time.monotonic()
-    with pytest.raises(Exception, match=r"not complete after 0.3 s") as caught:
-        service.once("GET", "/")
-    assert type(caught.value).__name__ == "Unavailable" and time.monotonic() - began < 3
-    listener.close()
+    def accept():
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                threading.Thread(target=talk, args=listener.accept()[:1], daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        stop.set()
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize(("said", "error", "message"), [
+    ([OK + b"Content-Length: 100\r\n\r\n{"], Unavailable, "IncompleteRead"),
+    ([b"rubbish\r\n\r\n"], Unavailable, "BadStatusLine"), ([b""], Unavailable, "Connection"),
+    ([b"HTTP/1.1 204 No Content\r\n\r\n"], ValueError, "status 204"),
+    ([b"HTTP/1.1 302 Found\r\nLocation: /x\r\nContent-Length: 0\r\n\r\n"], ValueError, "status 302"),
+    ([b"HTTP/1.1 503 No\r\nRetry-After: \xb2\r\nContent-Length: 0\r\n\r\n"], Unavailable, "status 503"),
+    ([b"HTTP/1.1 500 No\r\nContent-Length: 60000\r\n\r\n" + b"[" * 60_000], RuntimeError, "status 500"),
+    ([OK + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n"], Unavailable, "InvalidChunkLength|IncompleteRead"),
+], ids=range(8))  # fmt: skip
+def test_an_answer_that_is_none_is_an_error_of_the_right_kind(said, error, message):
+    with talking(*said) as url, pytest.raises(error, match=message):
+        Service(url, timeout_s=10, patience_s=1).once("GET", "/info")
+
+
+LATE = "no answer within 0.1 s|Read timed out"
+
+
+@pytest.mark.parametrize(("said", "connect", "late"), [
+    ([OK, b"X: y\r\n"], 0.1, LATE), ([b"HTTP/1.1 200 O", b"K"], 0.1, LATE),
+    ([b"HTTP/1.1 100 Continue\r\n\r\n"], 0.1, LATE),
+    ([OK + b"Content-Length: 100000\r\n\r\n", b"x"], 60, "not complete after 0.1 s"),
+], ids=["header", "status", "continue", "body"])  # fmt: skip
+def test_an_answer_that_drips_is_given_up(monkeypatch, said, connect, late):
+    # each byte comes in time; the whole would take two seconds, and then be none
+    monkeypatch.setattr(service, "CONNECT_SECONDS", connect)
+    with talking(*said, pause=0.02, again=100) as url, pytest.raises(Unavailable, match=late):
+        Service(url, timeout_s=0.1, patience_s=1).once("GET", "/info")
+
+
+def test_a_service_that_takes_requests_and_never_answers_is_an_outage():
+    with talking(b"", pause=60, again=2) as url:
+        client = Service(url, timeout_s=0.2, patience_s=0.5)
+        with pytest.raises(OutageError, match=r"stayed away for 0.5 s, last with: .*Read timed out"):
+            client.post("/compute_reward_batch", b"{}")
+
+
+def test_an_answer_without_an_end_is_cut():
+    head = OK + b"Transfer-Encoding: chunked\r\n\r\n"
+    with talking(head, b"100000\r\n" + b"x" * 2**20 + b"\r\n", again=10**4) as url:  # 10 GiB
+        client = Service(url, timeout_s=10, patience_s=1, max_answer=2**22)
+        with pytest.raises(RuntimeError, match="an answer of more than 4194304 bytes"):
+            client.once("GET", "/info")
+    packed = gzip.compress(b"x" * 10**7)
+    with talking(OK + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(packed) + packed) as url:
+        assert Service(url, timeout_s=10, patience_s=1).once("GET", "/info") == packed  # which is no answer of ours
+
+
+def test_a_token_that_no_header_can_hold_is_not_shown():
+    assert Service("http://localhost:1", token=" secret\n", timeout_s=1, patience_s=1).token == "secret"
+    for token in ("sec\nret", "s\u00e9cret", "sec\x00ret"):
+        with pytest.raises(ValueError, match="printable ASCII") as caught:
+            Service("http://localhost:1", token=token, timeout_s=1, patience_s=1)
+        assert "ret" not in str(caught.value).replace("printable", "")
 
 
 # ---- rollouts that wait for their rewards ----
@@ -310,15 +385,27 @@ def test_an_unscored_rollout_comes_back_as_it_was_if_it_is_still_wanted(tmp_path
 
 
 RL = [name for name in SCRIPTS if not name.startswith("gkd")]
-NO_REWARD = "    raise AssertionError\n"
-SAMPLED = "batch = unscored or "
+
+
+def never(completions, answers, **columns):
+    raise AssertionError("the service scores")
+
+
+def samples_no_batch(module) -> None:
+    """A sampler that refuses to sample for all prompts of a step, which are there already."""
+    generate = rollout.Sampler.generate
+
+    def generate_few(self, prompts, **options):
+        assert options["group_size"] == 1 or len(prompts) < 4 // distributed.num_ranks()
+        return generate(self, prompts, **options)
+
+    rollout.Sampler.generate = generate_few
 
 
 @pytest.mark.parametrize("script", [name for name in RL if name not in ("gspo_multigpu", "grpo_multigpu")])
 def test_a_service_scores_in_place_of_the_reward_of_the_script(launcher, fake, tmp_path, script):
-    path = launcher.copy(script, NO_REWARD)
     own = dict(similarity_model="ngrams") if script == "similarity_grpo" else {}
-    run = launcher.run(path, tmp_path / "run", steps=2, reward_url=fake.url, **own).succeeded()
+    run = launcher.run(script, tmp_path / "run", rewards=[never], steps=2, reward_url=fake.url, **own).succeeded()
     assert {"reward_service", "reward_structure", "reward_parse_ok"} <= run.steps[0].keys()
     assert run.steps[0]["reward"] == run.steps[0]["reward_service"] > 0
     state = json.loads((run.out_dir / run.checkpoints[-1] / "state.json").read_text())
@@ -329,15 +416,14 @@ def test_a_service_scores_in_place_of_the_reward_of_the_script(launcher, fake, t
 @pytest.mark.parametrize(("script", "ranks"), [("grpo", 1), ("gspo_ddp", 2)])
 def test_after_an_outage_the_rollout_is_scored_first_and_nothing_differs(launcher, tmp_path, script, ranks):
     port, steps = free_port(), 4
-    options = dict(steps=steps, reward_url=f"http://127.0.0.1:{port}", reward_patience=1.0, save_every=100,
-                   eval_every=0, dynamic_sampling=int(script == "grpo"))  # fmt: skip
-    path = launcher.copy(script, NO_REWARD)
+    options = dict(rewards=[never], steps=steps, reward_url=f"http://127.0.0.1:{port}", reward_patience=1.0,
+                   save_every=100, eval_every=0, dynamic_sampling=int(script == "grpo"))  # fmt: skip
     service = Fake(port)
-    straight = launcher.run(path, tmp_path / "straight", ranks, **options).succeeded()
+    straight = launcher.run(script, tmp_path / "straight", ranks, **options).succeeded()
     asked = {item["solution_str"] for item in service.items}
     service.requests.clear()
     service.delay = 0.3
-    run = launcher.start(path, tmp_path / "run", ranks, **options)
+    run = launcher.start(script, tmp_path / "run", ranks, **options)
     run.wait_for(lambda: len(run.steps) >= 2)
     service.stop()
     service.reply = lambda items, number: 503
@@ -347,16 +433,12 @@ def test_after_an_outage_the_rollout_is_scored_first_and_nothing_differs(launche
     (saved,) = run.checkpoints
     assert (run.out_dir / saved / "rollout.safetensors").exists()
     service = Fake(port)
-    # a sampler that fails at the step whose completions are there already
-    edited = path.read_text().replace(SAMPLED, SAMPLED + "[][step] or ")
-    assert edited != path.read_text()
-    broken = path.with_name(f"broken_{path.name}")
-    broken.write_text(edited)
+    # the step whose completions are there already needs no sampler
     done = int(saved[-6:])
-    once = launcher.run(broken, tmp_path / "run", ranks, **{**options, "steps": done + 1})
+    once = launcher.run(script, tmp_path / "run", ranks, **{**options, "steps": done + 1, "prepare": samples_no_batch})
     assert set(once.codes) == {0}, once.output
     assert "were not scored: they come first" in once.output
-    run = launcher.run(path, tmp_path / "run", ranks, **options).succeeded()
+    run = launcher.run(script, tmp_path / "run", ranks, **options).succeeded()
     service.stop()
     assert {item["solution_str"] for item in service.items} <= asked
     assert comparable(run.steps) == comparable(straight.steps)
@@ -364,14 +446,13 @@ def test_after_an_outage_the_rollout_is_scored_first_and_nothing_differs(launche
 
 
 def test_a_run_does_not_go_on_with_another_service(launcher, fake, tmp_path):
-    options = dict(steps=2, reward_url=fake.url, eval_every=0, save_every=1)
-    path = launcher.copy("gspo", NO_REWARD)
-    launcher.run(path, tmp_path / "run", **options).succeeded()
+    options = dict(rewards=[never], steps=2, reward_url=fake.url, eval_every=0, save_every=1)
+    launcher.run("gspo", tmp_path / "run", **options).succeeded()
     fake.fingerprint = "two"
-    run = launcher.run(path, tmp_path / "run", **{**options, "steps": 3})
+    run = launcher.run("gspo", tmp_path / "run", **{**options, "steps": 3})
     assert run.codes == [1] and "must be that of the run, 'one'" in run.output
-    run = launcher.run(path, tmp_path / "run", **{**options, "steps": 3}, allow_reward_change=True).succeeded()
+    run = launcher.run("gspo", tmp_path / "run", **{**options, "steps": 3}, allow_reward_change=True).succeeded()
     state = json.loads((run.out_dir / "checkpoint-000003" / "state.json").read_text())
     assert state["notes"]["reward_service"] == "two"
-    run = launcher.run(path, tmp_path / "other", **options, reward_model="x")
+    run = launcher.run("gspo", tmp_path / "other", **options, reward_model="x")
     assert run.codes == [2] and "the service scores alone" in run.output

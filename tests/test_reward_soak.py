@@ -15,36 +15,35 @@ from test_teacher_server import wait_for
 sys.path.insert(0, str(ROOT / "scripts"))
 import soak_rewards
 
+pytestmark = pytest.mark.tools
+
 
 def test_the_comparison_sees_any_difference(tmp_path):
     lines = [{"step": 0, "eval_reward": 0.5}]
     lines += [{"step": k, "loss": 0.1 * k, "unscored": 0.0, "learning_rate": 1e-4, "seconds": k} for k in (1, 2, 3)]
     lines.append({"step": 3, "seconds_save": 0.1})
+    killed, weights = (tmp_path / "killed" / name for name in ("metrics.jsonl", "checkpoint-000003/model.safetensors"))
+
+    def differences(lines: list[dict], path=killed) -> list[str]:
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return soak_rewards.differences(tmp_path)
+
     for name in ("killed", "straight"):
         (tmp_path / name / "checkpoint-000003").mkdir(parents=True)
         (tmp_path / name / "checkpoint-000003" / "model.safetensors").write_bytes(b"weights")
-        own = [{**line, "seconds": 9.0} if name == "killed" and "seconds" in line else line for line in lines]
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in own))
-    assert soak_rewards.differences(tmp_path) == []  # durations apart
-    path = tmp_path / "killed" / "metrics.jsonl"
-    text = path.read_text()
-    for name, value, seen in (
-        ("loss", lines[3]["loss"] + 1e-12, "step 3: loss "),
-        ("unscored", 0.125, "step 3: 12% unscored"),
-        ("reward_more", 1.0, "step 3: reward_more 1.0 and None"),
-    ):
-        changed = [*lines[:3], {**lines[3], name: value}, *lines[4:]]
-        path.write_text("".join(json.dumps(line) + "\n" for line in changed))
-        assert soak_rewards.differences(tmp_path)[0].startswith(seen)
-    path.write_text("".join(line + "\n" for i, line in enumerate(text.splitlines()) if i != 3))
-    assert soak_rewards.differences(tmp_path)[0] == "2 and 3 steps"
-    path.write_text(text)
-    weights = tmp_path / "killed" / "checkpoint-000003" / "model.safetensors"
+    differences(lines, tmp_path / "straight" / "metrics.jsonl")
+    assert differences([{**line, "seconds": 9.0} if "seconds" in line else line for line in lines]) == []
+    for change, seen in (
+        ({"loss": lines[3]["loss"] + 1e-12}, "step 3: loss "), ({"unscored": 0.125}, "step 3: 12% unscored"),
+        ({"reward_more": 1.0}, "step 3: reward_more 1.0 and None"),
+    ):  # fmt: skip
+        assert differences([*lines[:3], lines[3] | change, lines[4]])[0].startswith(seen)
+    assert differences([*lines[:3], lines[4]])[0] == "2 and 3 steps"
     weights.write_bytes(b"weightz")
-    (found,) = soak_rewards.differences(tmp_path)
+    (found,) = differences(lines)
     assert str(weights) in found
     (tmp_path / "straight" / "checkpoint-000003" / "model.safetensors").unlink()
-    assert len(soak_rewards.differences(tmp_path)) == 1
+    assert len(differences(lines)) == 1
 
 
 def test_what_a_soak_has_started_ends_with_it():
@@ -61,7 +60,6 @@ def test_what_a_soak_has_started_ends_with_it():
     wait_for(lambda: not alive(child))
 
 
-@pytest.mark.slow
 def test_a_training_whose_server_is_killed_is_the_straight_one(tmp_path, capsys):
     folder = tmp_path / "soak"
     tiny = dict(minutes=0.02, kills=2, away=0.2, delay=0.3, batch_size=4)

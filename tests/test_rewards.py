@@ -1,10 +1,10 @@
 """Rewards: answers are read and compared as stated, hostile text cannot stop a run, bad values never pass."""
 
 import concurrent.futures
+import functools
 import json
 import math
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -12,18 +12,21 @@ import time
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from bounds import assert_rounded
 
-import common.answers as answers_module
+from common import answers as answers_module
 from common import background, rewards
 from common.answers import to_fraction
 from common.rewards import answers_match, extract_answer, last_boxed, last_number, score
 
 ROOT = Path(__file__).resolve().parents[1]
 TOWER = r"\boxed{5^{5^{5^{5^5}}}}"  # no computer finishes this one
+LONG = "and 7 more words " * 30
 nan = math.nan
 
 
@@ -41,186 +44,78 @@ def run_score(values, size=4):
     return score([(constant(values), 1.0)], [f"completion {i}" for i in range(size)], ["1"] * size, {})
 
 
+@pytest.fixture
+def no_math_verify(monkeypatch):
+    monkeypatch.setattr(answers_module, "_math_verify", lambda *question: pytest.fail(f"asked {question}"))
+
+
 # Reading an answer
 
 
-@pytest.mark.parametrize(
-    ("text", "boxed"),
-    [
-        (r"\boxed{42}", "42"),
-        (r"\boxed {42}", "42"),
-        (r"so \boxed{\frac{1}{\sqrt{2}}} is it", r"\frac{1}{\sqrt{2}}"),
-        (r"\fbox{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed 42", "42"),
-        (r"$\boxed 42$", "42"),
-        (r"I first got \boxed{3}, no: \boxed{4}.", "4"),
-        (r"\boxed{1} ... so \boxed{1}", "1"),
-        (r"\boxed{3}, so \boxed{4", "3"),
-        (r"\boxed{3, so \boxed{4}", "4"),
-        (r"\boxed{\boxed{4}}", "4"),
-        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
-        (r"} \boxed{4} {", "4"),
-        (r"\boxed{4", None),
-        (r"\boxedness{4}", None),
-        ("42", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "boxed"), [
+    (r"\boxed{42}", "42"), (r"\boxed {42}", "42"), (r"so \boxed{\frac{1}{\sqrt{2}}} is it", r"\frac{1}{\sqrt{2}}"),
+    (r"\fbox{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed 42", "42"), (r"$\boxed 42$", "42"),
+    (r"I first got \boxed{3}, no: \boxed{4}.", "4"), (r"\boxed{1} ... so \boxed{1}", "1"),
+    (r"\boxed{3}, so \boxed{4", "3"), (r"\boxed{3, so \boxed{4}", "4"), (r"\boxed{\boxed{4}}", "4"),
+    (r"\boxed{\{1,2\}}", r"\{1,2\}"), (r"} \boxed{4} {", "4"), (r"\boxed{4", None), (r"\boxedness{4}", None),
+    ("42", None),
+])  # fmt: skip
 def test_last_boxed(text, boxed):
     assert last_boxed(text) == boxed
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("the grid is 2x3", "3"),
-        ("at 7:30", "30"),
-        ("The answer is 3.14.", "3.14"),
-        ("The total is 72 clips, altogether.", "72"),
-        ("**42**", "42"),
-        ("42。", "42"),
-        ("it is 42 。", "42"),
-        ("costs $1,234.00", "1234.00"),
-        ("1,234,567 ants", "1234567"),
-        ("1,23", "23"),
-        ("1,234,56", "56"),
-        ("12345,678", "678"),
-        ("The final value is 13.20%.", "13.20%"),
-        (r"up 60\%", "60%"),
-        ("a half is 1/2", "1/2"),
-        (r"it is $\frac{1}{2}$.", "1/2"),
-        (r"it is $-\dfrac34$.", "-3/4"),
-        ("takes 2 1/2 cups", "2 1/2"),
-        ("on 3/4/2020", "2020"),
-        ("it is -5", "-5"),
-        ("it is \N{MINUS SIGN}5", "-5"),
-        ("a change of +5", "5"),
-        ("a loss of -$5", "-5"),
-        ("10-5", "5"),
-        ("x-5", "5"),
-        ("about .5 m", ".5"),
-        ("it is 1e5 m", "1e5"),
-        ("sorted: 01347", "01347"),
-        ("48/2 = <<48/2=24>>24", "24"),
-        ("=> 42", "42"),
-        ("it is <b>42</b>", "42"),
-        ("it is _42_.", "42"),
-        (r"it is $\mathbf{42}$", "42"),
-        ("10^3 = 1000", "1000"),
-        ("at $5/hour", "5"),
-        ("(40 apples, and then 2, so 42)", "42"),
-        ("[42]", "42"),
-        (r"42^\circ C", "42"),
-        ("42 cm^2.", "42"),
-        (r"42\text{ m}^{3}", "42"),
-        ("9.8 m/s^2", "9.8"),
-        ("7 m\xb2", "7"),
-        (r"it is $1.5\times10^{3}$", "1.5e3"),
-        ("about 6.02 \xd7 10^23", "6.02e23"),
-        (r"it is $0.1\overline{6}$", "15/90"),
-        ("it is 10^3", None),  # a part of an expression is not the answer
-        ("it is 10\xb3", None),
-        ("it is 5x^2", None),
-        (r"it is $2\sqrt{3}$", None),
-        ("it is 2\N{SQUARE ROOT}3", None),
-        (r"it is $\frac{\sqrt{3}}{2}$", None),
-        ("it is x/2", None),
-        (r"it is $2\pi$", None),
-        ("so x > 4.", None),
-        (r"so $x \le 4$", None),
-        ("so x \N{LESS-THAN OR EQUAL TO} 4", None),
-        ("it is (3, 4).", None),
-        (r"it is $[2, \infty)$", None),
-        (",", None),
-        ("no idea", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "number"), [
+    ("the grid is 2x3", "3"), ("at 7:30", "30"), ("The answer is 3.14.", "3.14"),
+    ("The total is 72 clips, altogether.", "72"), ("**42**", "42"), ("42。", "42"), ("it is 42 。", "42"),
+    ("costs $1,234.00", "1234.00"), ("1,234,567 ants", "1234567"), ("1,23", "23"), ("1,234,56", "56"),
+    ("12345,678", "678"), ("The final value is 13.20%.", "13.20%"), (r"up 60\%", "60%"), ("a half is 1/2", "1/2"),
+    (r"it is $\frac{1}{2}$.", "1/2"), (r"it is $-\dfrac34$.", "-3/4"), ("takes 2 1/2 cups", "2 1/2"),
+    ("on 3/4/2020", "2020"), ("it is -5", "-5"), ("it is \N{MINUS SIGN}5", "-5"), ("a change of +5", "5"),
+    ("a loss of -$5", "-5"), ("10-5", "5"), ("x-5", "5"), ("about .5 m", ".5"), ("it is 1e5 m", "1e5"),
+    ("sorted: 01347", "01347"), ("48/2 = <<48/2=24>>24", "24"), ("=> 42", "42"), ("it is <b>42</b>", "42"),
+    ("it is _42_.", "42"), (r"it is $\mathbf{42}$", "42"), ("10^3 = 1000", "1000"), ("at $5/hour", "5"),
+    ("(40 apples, and then 2, so 42)", "42"), ("[42]", "42"), (r"42^\circ C", "42"), ("42 cm^2.", "42"),
+    (r"42\text{ m}^{3}", "42"), ("9.8 m/s^2", "9.8"), ("7 m\xb2", "7"), (r"it is $1.5\times10^{3}$", "1.5e3"),
+    ("about 6.02 \xd7 10^23", "6.02e23"), (r"it is $0.1\overline{6}$", "15/90"),
+    ("it is 10^3", None),  # a part of an expression is not the answer
+    ("it is 10\xb3", None), ("it is 5x^2", None), (r"it is $2\sqrt{3}$", None), ("it is 2\N{SQUARE ROOT}3", None),
+    (r"it is $\frac{\sqrt{3}}{2}$", None), ("it is x/2", None), (r"it is $2\pi$", None), ("so x > 4.", None),
+    (r"so $x \le 4$", None), ("so x \N{LESS-THAN OR EQUAL TO} 4", None), ("it is (3, 4).", None),
+    (r"it is $[2, \infty)$", None), (",", None), ("no idea", None), ("", None),
+])  # fmt: skip
 def test_last_number(text, number):
     assert last_number(text) == number
 
 
-def test_numbers_survive_writing_and_reading():
-    rng = random.Random(0)
-    for _ in range(300):
-        n, cents = rng.randint(-(10**9), 10**9), rng.randint(0, 99)
-        for text in (f"{n}", f"{n:,}", f"{n:,}.00", f"${n:,}$", f"{n}/1", rf"\boxed{{{n:,}}}"):
-            assert to_fraction(extract_answer(text)) == n, text
-        assert to_fraction(last_number(f"so it is {n:,}.{cents:02d}, they say.")) == Fraction(f"{n}.{cents:02d}")
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1,234.50", Fraction(2469, 2)),
-        ("-1/2", Fraction(-1, 2)),
-        (r"2\frac{1}{2}", Fraction(5, 2)),
-        ("60%", Fraction(3, 5)),
-        ("2e3", Fraction(2000)),
-        ("1/0", None),
-        (r"-1.5 \cdot 10^{-3}", Fraction(-3, 2000)),
-        ("2 x 10^3", Fraction(2000)),
-        ("12 x 10^3", None),  # not the usual form of a number
-        (r"-0.\overline{3}", Fraction(-1, 3)),
-        (r"12.3\overline{45}", Fraction(679, 55)),
-        ("0.(9)", Fraction(1)),
-        ("1,23", None),
-        ("(1,234)", None),
-        ("5 apples", None),
-        ("3 4", None),
-        ("1e999999999", None),
-        ("9" * 5000, None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "value"), [
+    ("1,234.50", Fraction(2469, 2)), ("-1/2", Fraction(-1, 2)), (r"2\frac{1}{2}", Fraction(5, 2)),
+    ("60%", Fraction(3, 5)), ("2e3", Fraction(2000)), ("1/0", None), (r"-1.5 \cdot 10^{-3}", Fraction(-3, 2000)),
+    ("2 x 10^3", Fraction(2000)), ("12 x 10^3", None),  # not the usual form of a number
+    (r"-0.\overline{3}", Fraction(-1, 3)), (r"12.3\overline{45}", Fraction(679, 55)), ("0.(9)", Fraction(1)),
+    ("1,23", None), ("(1,234)", None), ("5 apples", None), ("3 4", None), ("1e999999999", None), ("9" * 5000, None),
+    ("", None),
+])  # fmt: skip
 def test_to_fraction_is_exact_and_refuses_everything_else(text, value):
     assert to_fraction(text) == value
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("<think>1</think> 2 <think>3</think>the answer is 4", "4"),
-        ("<think>the answer is 4", None),
-        ("<think>a</think>4", "4"),
-        (r"<think>..</think><answer>\boxed{42}</answer>", "42"),
-        ("<answer>1</answer> no, <answer>\n2\n</answer>", "2"),
-        ("5 <answer>The answer is 42.</answer> 7", "42"),
-        ("<answer>Paris</answer>", "Paris"),
-        ("<answer>42", None),
-        ("4 <answer></answer>", None),
-        ("</answer> 3 <answer>", None),
-        ("<answer><answer>42</answer></answer>", "42"),
-        (r"#### 7, that is \boxed{8}", "8"),
-        (r"4 in \boxed{}", None),
-        (r"\boxed{4", None),
-        ("2+40=42\n#### 42\n" + "and 7 more words " * 30, "42"),
-        ("2+40=42\n#### 42 " + "and 7 more words " * 30, "42"),
-        ("#### 42\n" + "7" * 480, "42"),
-        ("#### 1\n#### 2", "2"),
-        ("####\n42", "42"),
-        ("#### **42**", "42"),
-        ("#### The answer is 42, not 7", "42"),
-        (r"#### \frac{1}{2}", r"\frac{1}{2}"),
-        ("#### x^2 + 1", "x^2 + 1"),
-        ("#### 42个苹果", "42"),
-        ("2 #### ,", None),
-        ("first 5, then 1,234 clips.", "1234"),
-        ("[1, 2)", "[1, 2)"),
-        ("#### 42 (forty-two)", "42"),
-        ("#### the answer is 10^3", None),
-        ("3 are left out.\nThe answer is (B).", "B"),
-        ("**Answer:** B", "B"),
-        ("so it is option C", "C"),
-        ("\u7b54\u6848\u662fB\u3002", "B"),  # Chinese: the answer is B
-        ("Answer: A total of 42 apples", "42"),
-        ("Answer: B) 42 apples", "42"),
-        ("The answer is True.", "True"),
-        ("2 + 2 = 4, so the answer is correct", "4"),  # no word answers where there is a number
-        ("x = 4", "x = 4"),
-        ("no idea", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "answer"), [
+    ("<think>1</think> 2 <think>3</think>the answer is 4", "4"), ("<think>the answer is 4", None),
+    ("<think>a</think>4", "4"), (r"<think>..</think><answer>\boxed{42}</answer>", "42"),
+    ("<answer>1</answer> no, <answer>\n2\n</answer>", "2"), ("5 <answer>The answer is 42.</answer> 7", "42"),
+    ("<answer>Paris</answer>", "Paris"), ("<answer>42", None), ("4 <answer></answer>", None),
+    ("</answer> 3 <answer>", None), ("<answer><answer>42</answer></answer>", "42"), (r"#### 7, that is \boxed{8}", "8"),
+    (r"4 in \boxed{}", None), (r"\boxed{4", None), ("2+40=42\n#### 42\n" + LONG, "42"),
+    ("2+40=42\n#### 42 " + LONG, "42"), ("#### 42\n" + "7" * 480, "42"), ("#### 1\n#### 2", "2"), ("####\n42", "42"),
+    ("#### **42**", "42"), ("#### The answer is 42, not 7", "42"), (r"#### \frac{1}{2}", r"\frac{1}{2}"),
+    ("#### x^2 + 1", "x^2 + 1"), ("#### 42个苹果", "42"), ("2 #### ,", None), ("first 5, then 1,234 clips.", "1234"),
+    ("[1, 2)", "[1, 2)"), ("#### 42 (forty-two)", "42"), ("#### the answer is 10^3", None),
+    ("3 are left out.\nThe answer is (B).", "B"), ("**Answer:** B", "B"), ("so it is option C", "C"),
+    ("\u7b54\u6848\u662fB\u3002", "B"),  # Chinese: the answer is B
+    ("Answer: A total of 42 apples", "42"), ("Answer: B) 42 apples", "42"), ("The answer is True.", "True"),
+    ("2 + 2 = 4, so the answer is correct", "4"),  # no word answers where there is a number
+    ("x = 4", "x = 4"), ("no idea", None), ("", None),
+])  # fmt: skip
 def test_extract_answer_follows_the_stated_order(text, answer):
     assert extract_answer(text) == answer
 
@@ -228,296 +123,166 @@ def test_extract_answer_follows_the_stated_order(text, answer):
 # Comparing two answers
 
 
-@pytest.mark.parametrize(
-    ("completion", "gold", "expected"),
-    [
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{3}", 0),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
-        (r"I first got \boxed{3}, no: \boxed{4}.", "4", 1),
-        (r"\boxed{1} ... so \boxed{1}", "1", 1),
-        (r"\boxed{4", "4", 0),
-        (r"\fbox{42}", "42", 1),
-        (r"\fbox{\frac{1}{2}}", r"\frac{1}{2}", 1),
-        (r"\boxed 42", "42", 1),
-        ("2+40=42\n#### 42\n" + "and so on " * 48, "42", 1),
-        ("#### 1,234", "1234", 1),
-        (r"\boxed{70,000}", "70000", 1),
-        (r"\boxed{70{,}000}", "70000", 1),
-        ("$1,234.00", "1234", 1),
-        ("1,23", "123", 0),
-        ("The total is 72 clips, altogether.", "72", 1),
-        ("#### ,", "72", 0),
-        ("#### 42.", "42", 1),
-        ("(42)", "42", 1),
-        ("42!", "42", 1),
-        ("**42**", "42", 1),
-        ("42。", "42", 1),
-        ("42\uff01", "42", 1),  # full-width forms
-        ("\uff0842\uff09", "42", 1),
-        ("\uff14\uff12", "42", 1),
-        ("\uff0d42", "-42", 1),
-        ("42\u2026", "42", 1),
-        ('"42"', "42", 1),
-        ("'42'", "42", 1),
-        ("\u201c42\u201d", "42", 1),
-        ("_42_", "42", 1),
-        ("(so we have\n#### 42)", "42", 1),
-        ("\ufeff42\u200b", "42", 1),  # nobody sees what stands around it
-        ("\u2066\u0664\u0662\u2069", "42", 1),  # Arabic digits
-        ("1\u066c234\u066b5", "1234.5", 1),
-        ("1\u202f234", "1234", 1),
-        (r"\boxed{1~234\ 567}", "1234567", 1),
-        ("12345\xa0678", "12345678", 0),
-        ("1 234", "1234", 0),
-        ("1\u3001234", "1234", 0),  # two things in Chinese
-        ("1\u3001234", "1, 234", 1),
-        ("60%", "60%", 1),
-        ("60\uff05", "60%", 1),
-        ("60 percent", "60%", 0),  # only the sign divides by a hundred
-        ("60 percent", "60", 1),
-        (r"60\%", "60%", 1),
-        (r"\boxed{60\%}", "60%", 1),
-        ("0.6", "60%", 1),
-        ("60", "60%", 0),
-        ("60%", "60", 0),
-        ("The final value is 13.20%.", "13.20%", 1),
-        ("1/2", "1/2", 1),
-        (r"\frac12", "1/2", 1),
-        (r"\dfrac{1}{2}", "1/2", 1),
-        ("0.5", "1/2", 1),
-        ("#### 1/2", "1/2", 1),
-        ("\xbd", "1/2", 1),
-        ("-1\xbd", "-3/2", 1),
-        ("1\u20442", "1/2", 1),
-        ("it is \xbd.", "1/2", 1),
-        ("\xbd", "2", 0),
-        ("1", "1/2", 0),
-        ("2", "1/2", 0),
-        ("0.333333", "1/3", 0),
-        (r"<think>..</think><answer>\boxed{42}</answer>", "42", 1),
-        ("The answer is 10", "1", 0),
-        ("not 4, it is 5", "4", 0),
-        ("-4", "4", 0),
-        ("4.5", "4", 0),
-        ("4%", "4", 0),
-        ("A or B", "A", 0),
-        ("ABCD", "A", 0),
-        ("[1,2]", "(1,2)", 0),
-        ("(1,2)", "(1,2)", 1),
-        ("(1, 2]", "(1,2)", 0),
-        (r"\left(1, \frac12\right)", "(1, 0.5)", 1),
-        ("(2,1)", "(1,2)", 0),
-        ("(1,2,3)", "(1,2)", 0),
-        ("2, 3", "2, 3", 1),
-        ("3, 2", "2, 3", 1),
-        ("2, 2", "2, 3", 0),
-        ("3", "2, 3", 0),
-        ("2, 3", "3", 0),
-        (r"\boxed{x=2 \text{ or } x=3}", "2, 3", 1),
-        ("<answer>x = 2 or x = 3</answer>", "2", 0),
-        ("2 and 3", "2, 3", 1),
-        ("2, 3", "2 and 3", 1),
-        (r"\boxed{\{3,2\}}", r"\{2,3\}", 1),
-        ("{3, 2}", r"\{2,3\}", 1),
-        ("{3, 2}", "(3, 2)", 0),
-        ("{3}", "3", 0),
-        ("(x, y) = (1, 2)", "(1, 2)", 1),
-        ("(x, y) = (2, 1)", "(1, 2)", 0),
-        ("(1, 2)", "(x, y) = (1, 2)", 1),
-        ("S = [1, 2]", "(1, 2)", 0),
-        ("((1,2),3)", "((1,2),3)", 1),
-        ("((1,2),3)", "((2,1),3)", 0),
-        ("\N{MINUS SIGN}3", "-3", 1),
-        ("3", "-3", 0),
-        (r"\boxed{x = 42}", "42", 1),
-        (r"\boxed{C}", r"\text{(C)}", 1),
-        (r"\boxed{Paris}", "Paris", 1),
-        (r"\boxed{London}", "Paris", 0),
-        ("13479", "13479", 1),
-        ("the digits are 13479", "13479", 1),
-        ("13497", "13479", 0),
-        (r"\boxed{Yes}", "yes", 1),
-        ("The answer is B", "B", 1),
-        (r"\boxed{\textbf{(B) }42}", "B", 1),
-        ("#### B. 42", "B", 1),
-        (r"\boxed{b}", "B", 0),
-        (r"\boxed{B, C}", "B", 0),
-        (r"\boxed{42^\circ}", "42", 1),
-        ("\\boxed{42\xb0}", "42", 1),
-        (r"\boxed{42\text{ cm}^2}", "42", 1),
-        (r"\boxed{42\ \text{units}}", "42", 1),
-        (r"\boxed{x \approx 3.14}", "3.14", 1),
-        ("~42", "42", 1),
-        (r"\boxed{1.5 \times 10^3}", "1500", 1),
-        (r"\boxed{10^3}", "1000", 0),
-        ("0.(3)", "1/3", 1),
-        ("2024-01-05", "2024-01-05", 1),
-        ("2024-1-5", "2024-01-05", 1),
-        ("2024-05-01", "2024-01-05", 0),  # as differences these would be equal
-        ("2018", "2024-01-05", 0),
-        ("6/8/2020", "3/4/2020", 0),
-        ("4-6", "3-5", 0),
-        ("3 \N{EN DASH} 5", "3-5", 1),
-        (r"\boxed{5:10}", "10:20", 0),
-        (r"\boxed{07:30}", "7:30", 1),
-        (r"\boxed{7:30\text{ a.m.}}", r"7:30\text{ am}", 1),
-        (r"\boxed{7:30 am}", "7:30 pm", 0),
-        (r"\boxed{101_3}", "101_2", 0),
-        (r"\boxed{101_{2}}", "101_2", 1),
-        (r"\boxed{101}", "101_2", 1),
-        ("", "1", 0),
-        (r"\boxed{6}", "see figure", nan),
-        ("no idea", "see figure", nan),
-        ("see figure", "see figure", nan),
-        ("6", "", nan),
-        (r"\boxed{6}", "6", 1),
-        ("#### 18", "16 - 3 - 4 = 9 eggs\n9 * 2 = $18\n#### 18", 1),
-        ("#### 9", "16 - 3 - 4 = 9 eggs\n9 * 2 = $18\n#### 18", 0),
-        ("1", "#### see figure", nan),
-    ],
-)
-def test_answers_match_without_math_verify(completion, gold, expected, monkeypatch):
-    monkeypatch.setattr(
-        answers_module, "_math_verify", lambda *question: pytest.fail(f"Math-Verify was asked {question}")
-    )
+@pytest.mark.parametrize(("completion", "gold", "expected"), [
+    (r"\boxed{\frac{1}{2}}", r"\frac{1}{3}", 0), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1), (r"\boxed{4", "4", 0),
+    ("#### 1,234", "1234", 1), (r"\boxed{70,000}", "70000", 1), (r"\boxed{70{,}000}", "70000", 1),
+    ("$1,234.00", "1234", 1), ("1,23", "123", 0), ("(42)", "42", 1), ("42!", "42", 1),
+    ("42\uff01", "42", 1),  # full-width forms
+    ("\uff0842\uff09", "42", 1), ("\uff14\uff12", "42", 1), ("\uff0d42", "-42", 1), ("42\u2026", "42", 1),
+    ('"42"', "42", 1), ("'42'", "42", 1), ("\u201c42\u201d", "42", 1), ("(so we have\n#### 42)", "42", 1),
+    ("\ufeff42\u200b", "42", 1),  # nobody sees what stands around it
+    ("\u2066\u0664\u0662\u2069", "42", 1),  # Arabic digits
+    ("1\u066c234\u066b5", "1234.5", 1), ("1\u202f234", "1234", 1), (r"\boxed{1~234\ 567}", "1234567", 1),
+    ("12345\xa0678", "12345678", 0), ("1 234", "1234", 0), ("1\u3001234", "1234", 0),  # two things in Chinese
+    ("1\u3001234", "1, 234", 1), ("60\uff05", "60%", 1), ("60 percent", "60%", 0),  # only the sign divides by a hundred
+    ("60 percent", "60", 1), (r"60\%", "60%", 1), (r"\boxed{60\%}", "60%", 1), ("0.6", "60%", 1), ("60", "60%", 0),
+    ("60%", "60", 0), (r"\frac12", "1/2", 1), (r"\dfrac{1}{2}", "1/2", 1), ("0.5", "1/2", 1), ("#### 1/2", "1/2", 1),
+    ("\xbd", "1/2", 1), ("-1\xbd", "-3/2", 1), ("1\u20442", "1/2", 1), ("it is \xbd.", "1/2", 1), ("\xbd", "2", 0),
+    ("1", "1/2", 0), ("2", "1/2", 0), ("The answer is 10", "1", 0), ("not 4, it is 5", "4", 0), ("-4", "4", 0),
+    ("4.5", "4", 0), ("4%", "4", 0), ("A or B", "A", 0), ("ABCD", "A", 0), ("[1,2]", "(1,2)", 0),
+    ("(1, 2]", "(1,2)", 0), (r"\left(1, \frac12\right)", "(1, 0.5)", 1), ("(2,1)", "(1,2)", 0), ("(1,2,3)", "(1,2)", 0),
+    ("3, 2", "2, 3", 1), ("2, 2", "2, 3", 0), ("3", "2, 3", 0), ("2, 3", "3", 0),
+    (r"\boxed{x=2 \text{ or } x=3}", "2, 3", 1), ("<answer>x = 2 or x = 3</answer>", "2", 0), ("2 and 3", "2, 3", 1),
+    ("2, 3", "2 and 3", 1), (r"\boxed{\{3,2\}}", r"\{2,3\}", 1), ("{3, 2}", r"\{2,3\}", 1), ("{3, 2}", "(3, 2)", 0),
+    ("{3}", "3", 0), ("(x, y) = (1, 2)", "(1, 2)", 1), ("(x, y) = (2, 1)", "(1, 2)", 0),
+    ("(1, 2)", "(x, y) = (1, 2)", 1), ("S = [1, 2]", "(1, 2)", 0), ("((1,2),3)", "((2,1),3)", 0),
+    ("\N{MINUS SIGN}3", "-3", 1), ("3", "-3", 0), (r"\boxed{x = 42}", "42", 1), (r"\boxed{C}", r"\text{(C)}", 1),
+    (r"\boxed{London}", "Paris", 0), ("the digits are 13479", "13479", 1), ("13497", "13479", 0),
+    (r"\boxed{Yes}", "yes", 1), (r"\boxed{\textbf{(B) }42}", "B", 1), ("#### B. 42", "B", 1), (r"\boxed{b}", "B", 0),
+    (r"\boxed{B, C}", "B", 0), (r"\boxed{42^\circ}", "42", 1), ("\\boxed{42\xb0}", "42", 1),
+    (r"\boxed{42\text{ cm}^2}", "42", 1), (r"\boxed{42\ \text{units}}", "42", 1),
+    (r"\boxed{x \approx 3.14}", "3.14", 1), ("~42", "42", 1), (r"\boxed{1.5 \times 10^3}", "1500", 1),
+    (r"\boxed{10^3}", "1000", 0), ("0.(3)", "1/3", 1), ("2024-01-05", "2024-01-05", 1), ("2024-1-5", "2024-01-05", 1),
+    ("2024-05-01", "2024-01-05", 0),  # as differences these would be equal
+    ("2018", "2024-01-05", 0), ("6/8/2020", "3/4/2020", 0), ("4-6", "3-5", 0), ("3 \N{EN DASH} 5", "3-5", 1),
+    (r"\boxed{5:10}", "10:20", 0), (r"\boxed{07:30}", "7:30", 1), (r"\boxed{7:30\text{ a.m.}}", r"7:30\text{ am}", 1),
+    (r"\boxed{7:30 am}", "7:30 pm", 0), (r"\boxed{101_3}", "101_2", 0), (r"\boxed{101_{2}}", "101_2", 1),
+    (r"\boxed{101}", "101_2", 1), ("", "1", 0), (r"\boxed{6}", "see figure", nan), ("no idea", "see figure", nan),
+    ("see figure", "see figure", nan), ("6", "", nan), ("#### 18", "16 - 3 - 4 = 9 eggs\n9 * 2 = $18\n#### 18", 1),
+    ("#### 9", "16 - 3 - 4 = 9 eggs\n9 * 2 = $18\n#### 18", 0), ("1", "#### see figure", nan),
+])  # fmt: skip
+def test_answers_match_without_math_verify(completion, gold, expected, no_math_verify):
     assert answers_match(completion, gold) == pytest.approx(expected, nan_ok=True)
 
 
-@pytest.mark.parametrize(
-    ("completion", "gold", "expected"),
-    [
-        (r"\boxed{(x+1)^2}", "x^2 + 2x + 1", 1),
-        ("\\boxed{x\xb2 + 2x + 1}", "x^2 + 2x + 1", 1),
-        ("2\N{SQUARE ROOT}3", r"2\sqrt{3}", 1),
-        ("(\u2212\N{INFINITY}, 3]", r"(-\infty, 3]", 1),
-        ("(\u2212\N{INFINITY}, 3)", "(\u2212\N{INFINITY}, 3]", 0),
-        (r"\boxed{x^2 + 2x}", "x^2 + 2x + 1", 0),
-        (r"\boxed{\frac{\sqrt{2}}{2}}", r"\frac{1}{\sqrt{2}}", 1),
-        (r"\boxed{18\text{ dollars}}", "#### 18", 1),
-        (r"\boxed{\sqrt{16}}", "4", 0),  # only a number answers a number
-        ("95 + 65 =", "160", 0),
-        (r"\boxed{95 + 65}", "160", 0),
-        ("95 + 65 = 160", "160", 1),
-        (r"\boxed{x \le 4}", "4", 0),
-        (r"\boxed{4 or 5 apples}", "4", 0),
-        (r"\boxed{x + 10}", "10", 0),
-        (r"\boxed{[1,2]\cup(3,4)}", r"(1,2)\cup(3,4)", 0),
-        (r"\boxed{(3,4)\cup(1,2)}", r"(1,2)\cup(3,4)", 1),
-        (r"(\frac{\sqrt2}{2}, 3)", r"(\frac{1}{\sqrt2}, 3)", 1),
-        (r"\boxed{1}", r"\foo{3}", nan),
-        ("no idea", r"\foo{3}", nan),
-        (r"\boxed{\foo{3}}", "3", 0),
-        ("\\boxed{\ud800 + x}", "3", 0),
-        ("9**9**9", "1", 0),
-        (TOWER, "1", 0),
-    ],
-)
+@pytest.mark.parametrize(("completion", "gold", "expected"), [
+    (r"\boxed{(x+1)^2}", "x^2 + 2x + 1", 1), ("\\boxed{x\xb2 + 2x + 1}", "x^2 + 2x + 1", 1),
+    ("2\N{SQUARE ROOT}3", r"2\sqrt{3}", 1), ("(\u2212\N{INFINITY}, 3]", r"(-\infty, 3]", 1),
+    ("(\u2212\N{INFINITY}, 3)", "(\u2212\N{INFINITY}, 3]", 0), (r"\boxed{x^2 + 2x}", "x^2 + 2x + 1", 0),
+    (r"\boxed{\frac{\sqrt{2}}{2}}", r"\frac{1}{\sqrt{2}}", 1), (r"\boxed{18\text{ dollars}}", "#### 18", 1),
+    (r"\boxed{\sqrt{16}}", "4", 0),  # only a number answers a number
+    ("95 + 65 =", "160", 0), (r"\boxed{95 + 65}", "160", 0), ("95 + 65 = 160", "160", 1), (r"\boxed{x \le 4}", "4", 0),
+    (r"\boxed{4 or 5 apples}", "4", 0), (r"\boxed{x + 10}", "10", 0), (r"\boxed{[1,2]\cup(3,4)}", r"(1,2)\cup(3,4)", 0),
+    (r"\boxed{(3,4)\cup(1,2)}", r"(1,2)\cup(3,4)", 1), (r"(\frac{\sqrt2}{2}, 3)", r"(\frac{1}{\sqrt2}, 3)", 1),
+    (r"\boxed{1}", r"\foo{3}", nan), ("no idea", r"\foo{3}", nan), (r"\boxed{\foo{3}}", "3", 0),
+    ("\\boxed{\ud800 + x}", "3", 0), ("9**9**9", "1", 0), (TOWER, "1", 0),
+])  # fmt: skip
 def test_answers_match_with_math_verify(completion, gold, expected):
     assert answers_match(completion, gold) == pytest.approx(expected, nan_ok=True)
 
 
-def test_hostile_expression_is_wrong_within_the_limit_in_a_thread_and_the_next_one_is_scored():
-    assert answers_match(r"\boxed{1+x}", "x+1") == 1  # the process is up: its start is not part of the limit
+@pytest.mark.parametrize(("n", "hostile"), [
+    (10, TOWER), (20, r"\boxed{\input{/etc/passwd}}"), pytest.param(30, r"\boxed{(10^8)!}", marks=pytest.mark.fuzz),
+])  # fmt: skip
+def test_hostile_expression_is_wrong_within_the_limit_in_a_thread_and_the_next_one_is_scored(n, hostile):
+    assert answers_match(rf"\boxed{{{n}+x}}", f"x+{n}") == 1  # the process is up: its start is not part of the limit
     handler = signal.getsignal(signal.SIGALRM)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        start = time.perf_counter()
-        assert pool.submit(answers_match, TOWER, "x+1", limit=1.0).result() == 0
-        assert time.perf_counter() - start < 4
-        pairs = [(r"\boxed{2+x}", "x+2"), (r"\boxed{3+x}", "x+2"), (r"\boxed{4+x}", "x+4"), (r"\boxed{5+x}", "x+4")]
+        assert pool.submit(answers_match, hostile, f"x+{n}", limit=1.0).result(timeout=60) == 0
+        pairs = [(rf"\boxed{{{n + right}+x}}", f"x+{n + 1}") for right in (1, 2, 1, 3)]
         assert list(pool.map(lambda pair: answers_match(*pair), pairs)) == [1, 0, 1, 0]
     assert signal.getsignal(signal.SIGALRM) is handler
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
-def test_grader_that_dies_leaves_the_row_unscored_and_comes_back(monkeypatch):
-    assert answers_match(r"\boxed{6+x}", "x+6") == 1
-    answers_module._grader.child.kill()
-    answers_module._grader.child.wait()
-    assert answers_match(r"\boxed{7+x}", "x+7") == 1  # found dead before the question: started again
+STUB = """
+import os, sys, time
+LatexExtractionConfig = str
+def verify(gold, found, **options):
+    return gold == found
+def parse(text, *args, **options):
+"""
+
+
+@pytest.fixture
+def stub_grader(tmp_path, monkeypatch):
+    """Makes graders whose Math-Verify has a `parse` of our own."""
+    graders = []
+
+    def make(parse):
+        (tmp_path / "math_verify.py").write_text(f"{STUB}    {parse}\n")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        graders.append(answers_module._Grader())
+        monkeypatch.setattr(answers_module, "_grader", graders[-1])
+        return graders[-1]
+
+    yield make
+    for grader in graders:
+        if grader.child:
+            grader.child.kill()
+
+
+def test_grader_that_dies_leaves_the_row_unscored_and_comes_back(stub_grader, monkeypatch):
+    grader = stub_grader("return [text]")
+    assert answers_match(r"\boxed{6+x}", "6+x") == 1
+    grader.child.kill()
+    grader.child.wait()
+    assert answers_match(r"\boxed{7+x}", "x+7") == 0  # found dead before the question: started again
 
     with monkeypatch.context() as patch:
-        patch.setattr(
-            answers_module._grader.child, "poll", lambda: os.kill(answers_module._grader.child.pid, signal.SIGKILL)
-        )
+        patch.setattr(grader.child, "poll", lambda: os.kill(grader.child.pid, signal.SIGKILL))
         assert math.isnan(answers_match(r"\boxed{8+x}", "x+8"))
-    assert answers_match(r"\boxed{8+x}", "x+8") == 1
-
-
-def stub_grader(tmp_path, monkeypatch, parse):
-    """A grader whose Math-Verify has a `parse` of our own."""
-    (tmp_path / "math_verify.py").write_text(
-        "import os, sys, time\n"
-        "LatexExtractionConfig = str\n"
-        "def verify(gold, found, **options):\n    return gold == found\n"
-        f"def parse(text, *args, **options):\n    {parse}\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(answers_module, "_grader", answers_module._Grader())
-    return answers_module._grader
-
-
-def test_what_a_parser_prints_is_no_reply(tmp_path, monkeypatch):
-    parse = "print('true\\n' * 200_000); sys.stderr.write('true\\n' * 200_000); return [text]"  # more than a pipe holds
-    grader = stub_grader(tmp_path, monkeypatch, parse)
-    assert [grader.ask("a", found, 5.0) for found in ("a", "b", "a", "b")] == [True, False, True, False]
-    grader.child.kill()
+    assert answers_match(r"\boxed{8+x}", "x+8") == 0
 
 
 @pytest.mark.parametrize("bomb", ["bytes(5 << 30)", "(lambda f: f(f))(lambda f: [f(f)])"])
-def test_memory_and_depth_are_limits_like_the_time(tmp_path, monkeypatch, bomb):
-    grader = stub_grader(tmp_path, monkeypatch, f"return [{bomb} if 'bomb' in text else text]")
+def test_memory_and_depth_are_limits_like_the_time_and_what_a_parser_prints_is_no_reply(stub_grader, bomb):
+    more_than_a_pipe_holds = "print('true\\n' * 200_000); sys.stderr.write('true\\n' * 200_000)"
+    grader = stub_grader(f"{more_than_a_pipe_holds}; return [{bomb} if 'bomb' in text else text]")
     assert [grader.ask("a", found, 5.0) for found in ("a", "bomb", "b", "a")] == [True, False, False, True]
     assert not grader.ask("bomb", None, 5.0)
-    grader.child.kill()
 
 
-def test_threads_get_the_answers_to_their_own_questions(tmp_path, monkeypatch):
-    grader = stub_grader(tmp_path, monkeypatch, "time.sleep(0.002); os._exit(3) if 'die' in text else 0; return [text]")
+def test_threads_get_the_answers_to_their_own_questions(stub_grader):
+    grader = stub_grader("time.sleep(0.002); os._exit(3) if 'die' in text else 0; return [text]")
 
     def ask(i):
         try:
-            return grader.ask("a", ("a", "b", "die")[i % 3], 5.0)
+            return grader.ask("a", ("a", "b", "a", "b", "die")[i % 5], 5.0)
         except ChildProcessError:
             return None
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(ask, range(36))) == [True, False, None] * 12
-    grader.child.kill()
+        assert list(pool.map(ask, range(30))) == [True, False, True, False, None] * 6
 
 
-def test_a_grader_that_cannot_start_stops_the_run(tmp_path, monkeypatch):
-    grader = stub_grader(tmp_path, monkeypatch, "return [text]\nraise ImportError('broken')")
+def test_a_grader_that_cannot_start_stops_the_run(stub_grader):
+    grader = stub_grader("return [text]\nraise ImportError('broken')")
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="ended at its start, status 1: try `import math_verify`"):
+        with pytest.raises(RuntimeError, match=r"status 1.*`import math_verify`"):
             grader.ask("a", "a", 5.0)
-    with pytest.raises(RuntimeError, match="reward math_match raised RuntimeError on rows 0 to 0"):
+    with pytest.raises(RuntimeError, match="math_match raised RuntimeError on rows 0 to 0"):
         score([(rewards.math_match, 1.0)], [r"\boxed{y}"], ["y - 1 + 1 + 0"], {})
 
 
-@pytest.mark.parametrize("hostile", [r"\boxed{\input{/etc/passwd}}", r"\boxed{(10^8)!}"])
-def test_hostile_latex_earns_nothing(hostile):
-    assert answers_match(hostile, "x + 1", limit=0.5) == 0
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_forked_process_starts_its_own_grader():
-    assert answers_match(r"\boxed{9+x}", "x+9") == 1
-    if (pid := os.fork()) == 0:
-        os._exit(0 if answers_module._grader.child is None and not answers_module._grader.lock.locked() else 1)
+def test_forked_process_starts_its_own_grader(monkeypatch):
+    grader = answers_module._grader
+    monkeypatch.setattr(grader, "child", object())
+    with grader.lock:
+        if (pid := os.fork()) == 0:
+            os._exit(0 if grader.child is None and not grader.lock.locked() else 1)
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_missing_math_verify_is_named(monkeypatch):
+def test_missing_math_verify_is_named_and_so_is_a_limit_that_is_no_time(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     monkeypatch.setattr(answers_module, "_grader", answers_module._Grader())
     with pytest.raises(ImportError, match="pip install math-verify"):
         answers_match(r"\boxed{x}", "x - 1 + 1 + 0")
     assert answers_match("0.5", "1/2") == 1  # numbers do not need it
-
-
-def test_limit_must_be_a_time():
-    with pytest.raises(ValueError, match=r"limit = 0.* positive"):
-        answers_match(r"\boxed{x}", "x + 0", limit=0.0)
+    for limit in (0.0, math.inf, nan):
+        with pytest.raises(ValueError, match=f"limit = {limit}.* positive and finite"):
+            answers_match(r"\boxed{x}", "x + 0", limit=limit)
 
 
 def is_running(pid):
@@ -529,82 +294,66 @@ def is_running(pid):
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_grader_ends_with_its_parent_and_does_not_run_the_script_again(tmp_path):
-    script = f"""  # no main guard
+    (tmp_path / "stub").mkdir()
+    parse = "    if 'hang' in text: open('hangs', 'w').close(); time.sleep(600)\n    return [text]\n"
+    (tmp_path / "stub" / "math_verify.py").write_text(STUB + parse)
+    (tmp_path / "math_verify.py").write_text("raise SystemExit('a file of the working folder was imported')")
+    (tmp_path / "train.py").write_text(r"""  # no main guard
 import sys
 from unittest import mock
-sys.path.insert(0, {str(ROOT)!r})
 sys.modules["torch"] = mock.MagicMock()  # takes seconds to import, and the grader does not need it
-open(sys.argv[1], "a").write("started\\n")
-from common import rewards, answers as answers_module
-assert rewards.answers_match(r"\\boxed{{x+1}}", "1+x") == 1
-print(answers_module._grader.child.pid, flush=True)
-if sys.argv[2] == "hang":
-    rewards.answers_match(r"{TOWER}", "x+1", limit=3.0)
-"""
-    (tmp_path / "train.py").write_text(script)
-    (tmp_path / "sympy.py").write_text("raise SystemExit('a file of the working folder was imported')")
-    (tmp_path / "run.py").write_text(
-        "import runpy, sys; sys.path.pop(0); runpy.run_path('train.py', run_name='__main__')"
-    )
-    runs = {
-        mode: subprocess.Popen(
-            [sys.executable, "run.py", f"{mode}.log", mode], cwd=tmp_path, stdout=subprocess.PIPE, text=True
-        )
-        for mode in ("exit", "hang")
-    }
-    graders = {mode: int(run.stdout.readline()) for mode, run in runs.items()}
-    time.sleep(0.5)
-    assert is_running(graders["hang"])
-    runs["hang"].send_signal(signal.SIGKILL)  # in the middle of an evaluation
-    assert [run.wait(timeout=20) for run in runs.values()] == [0, -signal.SIGKILL]
-    deadline = time.monotonic() + 6
-    while any(map(is_running, graders.values())) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(is_running, graders.values()))
-    assert [(tmp_path / f"{mode}.log").read_text() for mode in runs] == ["started\n"] * 2
+open(sys.argv[1], "a").write("started\n")
+from common import answers
+assert answers.answers_match(r"\boxed{x+1}", "1+x") == 0
+print(answers._grader.child.pid, flush=True)
+answers.answers_match(rf"\boxed{{{sys.argv[1]}+x}}", "x+1", limit=5.0)
+""")
+    run = "import runpy, sys; sys.path.pop(0); runpy.run_path('train.py', run_name='__main__')"
+    (tmp_path / "run.py").write_text(run)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "stub"), str(ROOT)])}
+    options = dict(cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=environment)
+    runs = {mode: subprocess.Popen([sys.executable, "run.py", mode], **options) for mode in ("exit", "hang")}
+    graders = [int(run.stdout.readline()) for run in runs.values()]
+
+    def wait_for(happened):
+        deadline = time.monotonic() + 60
+        while not happened():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    wait_for((tmp_path / "hangs").exists)
+    runs["hang"].kill()  # in the middle of an evaluation
+    assert [run.wait(timeout=60) for run in runs.values()] == [0, -signal.SIGKILL]
+    wait_for(lambda: not any(map(is_running, graders)))
+    assert [(tmp_path / mode).read_text() for mode in runs] == ["started\n"] * 2
 
 
 # Reward functions
 
 
-def test_math_match_and_numeric_match():
+def test_math_match_numeric_match_and_exact_match():
     completions = ["#### 1,234", r"\boxed{0.5}", "4", "6", "3+4=7", r"\boxed{\frac{12}{2}}"]
     answers = ["1234", "1/2", "5", "see figure", "7", "6"]
     expected = [1, 1, 0, nan, 1, 1]
     for function in (rewards.math_match, rewards.numeric_match):
         assert function(completions, answers, prompts=["p"] * 6) == pytest.approx(expected, nan_ok=True)
     assert rewards.numeric_match([r"\boxed{x <= 5}", "5"], ["5", "x"]) == pytest.approx([0, nan], nan_ok=True)
+    assert rewards.exact_match([" 42\n", "is 42", "42.0"], ["42"] * 3, prompts=[1, 2, 3]) == [1, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("completion", "accepted", "expected"),
-    [
-        ("The number is 21.", ["14", "21"], 1),
-        ("14", ["14", "21"], 1),
-        ("first 14, then 15", ["14", "21"], 0),  # one answer, the last number
-        ("14, 21", ["14", "21"], 0),  # a list of both is neither
-        ("x, y = 14", ["14"], 0),
-        ("x = 14", ["14"], 1),
-        (r"\boxed{14\text{ m}}", ["14"], 1),
-        ("7 + 7", ["14", "21"], 0),  # only numbers answer numbers
-        ("no idea", ["14", "21"], 0),
-        ("", ["14"], 0),
-        ("0.5", [8, 0.5], 1),
-        ("8", [8.0, "1/2"], 1),
-        ("50%", [8, "1/2"], 1),
-        ("Rome", ["Paris", "Rome", 3], 1),
-        ("rome", ["Paris", "Rome", 3], 1),
-        ("b", ["A", "B"], 0),
-        ("2, 1", ["(3, 4)", "1, 2"], 1),
-        ("5", ["the long way", "#### 5"], nan),  # whatever the completion: what it makes right would count as wrong
-        ("6", ["5", ""], nan),
-        ("5", ["5", "see figure"], nan),
-    ],
-)
-def test_math_match_takes_any_accepted_answer(completion, accepted, expected, monkeypatch):
-    monkeypatch.setattr(
-        answers_module, "_math_verify", lambda *question: pytest.fail(f"Math-Verify was asked {question}")
-    )
+@pytest.mark.parametrize(("completion", "accepted", "expected"), [
+    ("The number is 21.", ["14", "21"], 1), ("14", ["14", "21"], 1),
+    ("first 14, then 15", ["14", "21"], 0),  # one answer, the last number
+    ("14, 21", ["14", "21"], 0),  # a list of both is neither
+    ("x, y = 14", ["14"], 0), ("x = 14", ["14"], 1), (r"\boxed{14\text{ m}}", ["14"], 1),
+    ("7 + 7", ["14", "21"], 0),  # only numbers answer numbers
+    ("no idea", ["14", "21"], 0), ("", ["14"], 0), ("0.5", [8, 0.5], 1), ("8", [8.0, "1/2"], 1), ("50%", [8, "1/2"], 1),
+    ("Rome", ["Paris", "Rome", 3], 1), ("rome", ["Paris", "Rome", 3], 1), ("b", ["A", "B"], 0),
+    ("2, 1", ["(3, 4)", "1, 2"], 1),
+    ("5", ["the long way", "#### 5"], nan),  # whatever the completion: what it makes right would count as wrong
+    ("6", ["5", ""], nan), ("5", ["5", "see figure"], nan),
+])  # fmt: skip
+def test_math_match_takes_any_accepted_answer(completion, accepted, expected, no_math_verify):
     values = rewards.math_match([completion], ["99"], accepted=[accepted], prompts=["p"])
     assert values == pytest.approx([expected], nan_ok=True)
 
@@ -614,30 +363,19 @@ def test_math_match_of_rows_with_and_without_accepted():
     accepted = [["14", "21"], None, None, None, ["14", "21"]]  # the list counts alone where there is one
     values = rewards.math_match(completions, answers, accepted=accepted)
     assert values == pytest.approx([1, 1, 0, nan, 0], nan_ok=True)
-    with pytest.raises(ValueError, match=r"zip\(\) argument"):
+    with pytest.raises(ValueError, match="shorter"):
         rewards.math_match(completions, answers, accepted=accepted[:4])
-
-
-def test_accepted_expressions_are_compared_as_mathematics():
-    accepted = [["x + 2", "x^2 + 2x + 1"]] * 3 + [["x + 2", r"\foo{3}"]]
+    accepted = [["x + 2", "x^2 + 2x + 1"]] * 3 + [["x + 2", r"\foo{3}"]]  # compared as mathematics
     completions = [r"\boxed{(x+1)^2}", r"\boxed{2 + x}", r"\boxed{x + 3}", r"\boxed{x + 2}"]
     assert rewards.math_match(completions, ["1"] * 4, accepted=accepted) == pytest.approx([1, 1, 0, nan], nan_ok=True)
 
 
-@pytest.mark.parametrize(
-    ("accepted", "message"),
-    [
-        ([], r"row 1, whose answer is '14': accepted is \[\]: must be a list of at least one right answer; write"),
-        ("14, 21", "row 1, whose answer is '14': accepted is '14, 21': must be a list"),
-        (14, "accepted is 14: must be a list"),
-        ({"14": 1}, "must be a list"),
-        (["14", None], "row 1, whose answer is '14': accepted holds None: a right answer is a text or a finite number"),
-        (["14", ["21"]], r"accepted holds \['21'\]"),
-        ([14, nan], "accepted holds nan"),
-        ([14, -math.inf], "accepted holds -inf"),
-        ([1, True], "accepted holds True"),
-    ],
-)
+@pytest.mark.parametrize(("accepted", "message"), [
+    ([], r"row 1, .*'14': accepted is \[\]: .*at least one"), ("14, 21", "row 1, .*'14': accepted is '14, 21'"),
+    (14, "accepted is 14: must be a list"), ({"14": 1}, "must be a list"), (["14", ["21"]], r"accepted holds \['21'\]"),
+    (["14", None], "row 1, .*'14': accepted holds None: .*text or a finite number"), ([1, True], "accepted holds True"),
+    ([14, nan], "accepted holds nan"), ([14, -math.inf], "accepted holds -inf"),
+])  # fmt: skip
 def test_unusable_accepted_answers_are_refused(accepted, message):
     with pytest.raises(ValueError, match=message):
         rewards.math_match(["14", "14"], ["14", "14"], accepted=[["14"], accepted])
@@ -675,49 +413,24 @@ def test_accepted_answers_are_not_read_again_for_every_right_answer(monkeypatch)
     assert len(texts) < 10 * len(completions)  # 90 right answers each: read anew, they would be 90 times as many
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("49", "49"),
-        ("49.", "49"),
-        ("The number is 49", "49"),
-        (r"so \boxed{x = 49.0}", "49"),
-        ("**+49**", "49"),
-        (r"\boxed{49\text{ m}}", "49"),
-        ("50%", "1/2"),
-        (r"\frac{2}{4}", "1/2"),
-        ("-1,234", "-1234"),
-        ("Paris", "Paris"),
-        ("(1, 2)", "(1, 2)"),
-        (r"\boxed{x+1}", "x+1"),
-        ("9" * 5000, "9" * 5000),  # too long for a number
-        ("<think>49", None),
-        ("no idea", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "answer"), [
+    ("49", "49"), ("49.", "49"), ("The number is 49", "49"), (r"so \boxed{x = 49.0}", "49"), ("**+49**", "49"),
+    (r"\boxed{49\text{ m}}", "49"), ("50%", "1/2"), (r"\frac{2}{4}", "1/2"), ("-1,234", "-1234"), ("Paris", "Paris"),
+    ("(1, 2)", "(1, 2)"), (r"\boxed{x+1}", "x+1"), ("9" * 5000, "9" * 5000),  # too long for a number
+    ("<think>49", None), ("no idea", None),
+])  # fmt: skip
 def test_normal_answer_has_one_form_for_a_number(text, answer):
     assert answers_module.normal_answer(text) == answer
 
 
-def test_exact_match_takes_the_whole_text():
-    assert rewards.exact_match([" 42\n", "is 42", "42.0"], ["42", "42", "42"], prompts=[1, 2, 3]) == [1, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("<think>a\nb</think><answer>1</answer>", 1),
-        ("\n<think>a</think>\n\n<answer>\n1\n</answer>\n", 1),
-        ("<think>x</think><think>y</think><answer>1</answer><answer>2</answer>", 0),
-        ("<think>x</think><answer>1</answer><answer>2</answer>", 0),
-        ("<think>x<answer>1</answer></think>", 0),
-        ("<answer>1</answer><think>x</think>", 0),
-        ("well <think>x</think><answer>1</answer>", 0),
-        ("<think>x</think> so <answer>1</answer>", 0),
-        ("<think>x</think><answer>1", 0),
-        ("1", 0),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("<think>a\nb</think><answer>1</answer>", 1), ("\n<think>a</think>\n\n<answer>\n1\n</answer>\n", 1),
+    ("<think>x</think><think>y</think><answer>1</answer><answer>2</answer>", 0),
+    ("<think>x</think><answer>1</answer><answer>2</answer>", 0), ("<think>x<answer>1</answer></think>", 0),
+    ("<answer>1</answer><think>x</think>", 0), ("well <think>x</think><answer>1</answer>", 0),
+    ("<think>x</think> so <answer>1</answer>", 0), ("<think>x</think><answer>1</answer>.", 0),
+    ("<think>x</think><answer>1", 0), ("1", 0),
+])  # fmt: skip
 def test_format_reward(text, expected):
     assert rewards.format_reward([text], ["1"]) == [expected]
 
@@ -736,21 +449,24 @@ def test_length_reward_is_highest_at_the_target_and_width_moves_the_far_end():
             rewards.length_reward(*bad)
 
 
-def word_tokenizer(**special):
+def test_overlong_penalty_falls_in_a_straight_line_to_minus_one_at_the_limit():
+    lengths = torch.tensor([0, 60, 70, 80, 100, 120])
+    found = rewards.overlong_penalty(lengths, max_new_tokens=100, cache=40)
+    assert found.dtype == torch.float32 and found.tolist() == [0, 0, -0.25, -0.5, -1, -1]
+
+
+def word_tokenizer(between=r"\s+", **special):
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = ["<unk>", "<s>", "</s>", "<pad>", "user", "assistant", ":", "word", "a", "b", "c", "d", "好"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s+"), "removed")
-    if special.get("split_characters"):
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s+|(?<=好)(?=好)"), "removed")
-    special.pop("split_characters", None)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(between), "removed")
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", **special)
 
 
 def test_length_reward_counts_tokens_not_characters():
-    function = rewards.length_reward(256, 100, word_tokenizer(split_characters=True))
+    function = rewards.length_reward(256, 100, word_tokenizer(r"\s+|(?<=好)(?=好)"))
     texts = ["好" * 256, "word " * 256, "word " * 206]
     assert function(texts, ["1"] * 3) == [1.0, 1.0, 0.5]
     assert function(texts, ["1"] * 3, completion_tokens=[306, 256, 256]) == [0.5, 1.0, 1.0]  # the column wins
@@ -769,11 +485,8 @@ def test_score_adds_weighted_values_and_passes_the_columns():
     functions = [(uses_columns, 0.5), (rewards.exact_match, 1.0)]
     total, parts = score(functions, ["a", "b"], ["a", "a"], columns, extra)
     assert total.tolist() == [0.5 * 3 + 1 + 0.5, 0.5 * 5 + 0 - 2]
-    assert {name: part.tolist() for name, part in parts.items()} == {
-        "uses_columns": [3, 5],
-        "exact_match": [1, 0],
-        "reward_model": [0.25, -1],
-    }
+    expected = {"uses_columns": [3, 5], "exact_match": [1, 0], "reward_model": [0.25, -1]}
+    assert {name: part.tolist() for name, part in parts.items()} == expected
     assert {total.dtype} | {part.dtype for part in parts.values()} == {torch.float32}
     assert score([], ["a", "b"], ["a", "a"], {}, extra)[0].tolist() == [0.5, -2]
 
@@ -790,111 +503,44 @@ def test_nan_is_unscored_and_stays_in_its_row():
     total, _ = run_score([1.0, nan, 0.0, 1.0])
     assert total.isnan().tolist() == [False, True, False, False]
     assert total[[0, 2, 3]].tolist() == [1, 0, 1]
+    functions = [(constant([nan, 1], "first"), 1.0), (constant([1, nan], "second"), 1.0)]
+    assert score(functions, ["a", "b"], ["1", "1"], {})[0].isnan().all()
     # a function that only reports cannot drop a row
     functions = [(constant([1, 1], "used"), 1.0), (constant([nan, 1], "reported"), 0.0)]
     assert score(functions, ["a", "b"], ["1", "1"], {})[0].tolist() == [1, 1]
 
 
-def test_rows_without_a_score_from_any_function_are_all_unscored():
-    functions = [(constant([nan, 1], "first"), 1.0), (constant([1, nan], "second"), 1.0)]
-    assert score(functions, ["a", "b"], ["1", "1"], {})[0].isnan().all()
-
-
-@pytest.mark.parametrize(
-    ("values", "got"),
-    [
-        ([1.0], "1 values"),
-        ([1.0] * 7, "7 values"),
-        (1.0, "one float"),
-        (torch.tensor(1.0), "one float"),
-        (np.float32(1), "one float"),
-        (None, "one NoneType"),
-        ("11111111", "one str"),
-        ({i: 1.0 for i in range(8)}, "one dict"),
-        ((1.0 for _ in range(8)), "one generator"),
-        (torch.ones(1, 8), "1 values"),
-        ({1.0}, "one set"),
-        (iter([1.0] * 8), "one list_iterator"),
-    ],
-)
+@pytest.mark.parametrize(("values", "got"), [
+    ([1.0], "1 values"), ([1.0] * 7, "7 values"), (1.0, "one float"), (torch.tensor(1.0), "one float"),
+    (np.float32(1), "one float"), (None, "one NoneType"), ("11111111", "one str"), (torch.ones(1, 8), "1 values"),
+    ({i: 1.0 for i in range(8)}, "one dict"), ((1.0 for _ in range(8)), "one generator"), ({1.0}, "one set"),
+])  # fmt: skip
 def test_wrong_number_of_values_is_refused(values, got):
-    with pytest.raises(ValueError, match=f"reward constant returned {got}, expected 8"):
+    with pytest.raises(ValueError, match=f"constant returned {got}, expected 8"):
         run_score(values, size=8)
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        None,
-        math.inf,
-        -math.inf,
-        "1.0",
-        [1.0],
-        1j,
-        10**400,
-        1e39,
-        torch.ones(1),
-        np.inf,
-        torch.tensor(-math.inf),
-        np.complex64(1),
-        np.float16("inf"),
-        np.str_("1.0"),
-        Decimal("1.0"),
-        {},
-    ],
-)
+@pytest.mark.parametrize("bad", [
+    None, "1.0", [1.0], {}, 1j, 10**400, 1e39, math.inf, -math.inf, np.inf, np.complex64(1), np.float16("inf"),
+    np.str_("1.0"), torch.ones(1), np.ones(1), torch.tensor(-math.inf), Decimal("1.0"),
+])  # fmt: skip
 def test_value_that_is_no_finite_number_is_refused(bad):
-    with pytest.raises(ValueError, match=r"(?s)reward constant is .* in row 2, 'completion 2': must be a finite"):
+    with pytest.raises(ValueError, match=r"(?s)constant is .* in row 2, 'completion 2': .*finite"):
         run_score([1.0, 0.0, bad, 1.0])
-    with pytest.raises(ValueError, match=r"(?s)reward model_x is .* in row 1, 'b'"):
+    with pytest.raises(ValueError, match=r"(?s)model_x is .* in row 1, 'b'"):
         score([], ["a", "b"], ["1", "1"], {}, {"model_x": ([0.0, bad], 1.0)})
 
 
-def test_two_dimensional_scores_are_refused():
-    for values in (torch.ones(4, 1), np.ones((4, 1))):
-        with pytest.raises(ValueError, match=r"reward constant is \[1.0\] in row 0"):
-            run_score(values)
-
-
-@pytest.mark.filterwarnings("ignore:coroutine")
-def test_an_asynchronous_reward_function_is_refused():
-    async def later(completions, answers, **columns):
-        return [1.0] * len(completions)
-
-    with pytest.raises(ValueError, match="reward later returned one coroutine, expected 1: return a list"):
-        score([(later, 1.0)], ["a"], ["1"], {})
-
-
-def test_exception_names_the_function_and_keeps_its_cause():
-    calls = []
-
-    def fails_the_second_time(completions, answers, **columns):
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyError("level")
-        return [1.0] * len(completions)
-
-    functions = [(fails_the_second_time, 1.0)]
-    assert score(functions, ["a", "b"], ["1", "1"], {})[0].tolist() == [1, 1]
-    with pytest.raises(RuntimeError, match="fails_the_second_time raised KeyError on rows 0 to 1") as caught:
-        score(functions, ["a", "b"], ["1", "1"], {})
-    assert isinstance(caught.value.__cause__, KeyError)
-
-
-def test_a_reward_function_that_exits_is_an_error_and_ctrl_c_is_not():
-    def raises(error, name):
-        def function(completions, answers, **columns):
-            raise error
-
-        function.__name__ = name
-        return [(function, 1.0)]
-
-    arguments = ["a", "b"], ["1", "1"], {}
-    work = background.start(score, raises(SystemExit(0), "exits"), *arguments)  # as the loops call it
-    with pytest.raises(RuntimeError, match="reward exits raised SystemExit on rows 0 to 1: 0"):
+@pytest.mark.parametrize("error", [KeyError("level"), SystemExit(0)])
+def test_exception_names_the_function_and_keeps_its_cause(error):
+    function = mock.Mock(side_effect=error, __name__="fails")
+    work = background.start(score, [(function, 1.0)], ["a", "b"], ["1", "1"], {})  # as the loops call it
+    with pytest.raises(RuntimeError, match=f"reward fails raised {type(error).__name__} on rows 0 to 1") as caught:
         work.result()
+    assert caught.value.__cause__ is error
+    function.side_effect = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
-        score(raises(KeyboardInterrupt(), "stopped"), *arguments)
+        score([(function, 1.0)], ["a", "b"], ["1", "1"], {})
 
 
 def test_a_reward_function_may_change_its_arguments():
@@ -907,38 +553,34 @@ def test_a_reward_function_may_change_its_arguments():
         columns["info"][0]["x"] = 2
         return [1.0, 0.0]
 
-    def again(*args, **columns):
-        return greedy(*args, **columns)
-
     shared = ["a"]
     completions, answers = ["a", "b"], ["1", "2"]
     columns = {"level": [3, 4], "accepted": [shared, shared], "info": [{"x": 1}, None]}
-    score([(greedy, 1.0), (again, 1.0)], completions, answers, columns)
+    score([(greedy, 1.0), (functools.partial(greedy), 1.0)], completions, answers, columns)
     assert (completions, answers, shared) == (["a", "b"], ["1", "2"], ["a"])
     assert columns == {"level": [3, 4], "accepted": [["a"], ["a"]], "info": [{"x": 1}, None]}
 
 
 def test_sums_beyond_fp32_are_refused():
-    big = (constant([0.0, 3e38], "big"), 1.0)
-    for functions in ([(big[0], 2.0)], [big, (constant([0.0, 2e38], "more"), 1.0)]):
-        with pytest.raises(ValueError, match=r"reward (big|more) times weight .* exceeds fp32 in the sum of row 1"):
+    def big(value, weight=1.0):
+        return constant([0.0, value], f"gives {value}"), weight
+
+    # the last: not even where the next function would bring back a number
+    for functions in ([big(3e38, 2.0)], [big(3e38), big(2e38)], [big(3e38, 2.0), big(-3e38, 2.0)]):
+        with pytest.raises(ValueError, match=r"gives .e\+38 times weight .* exceeds fp32 .* row 1"):
             score(functions, ["a", "b"], ["1", "1"], {})
-    # not even where the next function would bring back a number
-    with pytest.raises(ValueError, match="sum of row 1"):
-        score([(big[0], 2.0), (constant([0.0, -3e38], "less"), 2.0)], ["a", "b"], ["1", "1"], {})
 
 
 def test_names_weights_and_columns_are_checked():
     one = (constant([1.0]), 1.0)
     for functions, extra in [([], None), ([], {}), ([one, one], None), ([one], {"constant": ([1.0], 1.0)})]:
-        with pytest.raises(ValueError, match="at least one, each with its own name"):
+        with pytest.raises(ValueError, match=r"at least one, .*own name"):
             score(functions, ["a"], ["1"], {}, extra)
     with pytest.raises(ValueError, match="constant has weight inf"):
         score([(one[0], math.inf)], ["a"], ["1"], {})
-    with pytest.raises(ValueError, match="column level has 2 values for 1 completions"):
-        score([one], ["a"], ["1"], {"level": [1, 2]})
-    with pytest.raises(ValueError, match="column answers has 2 values for 1 completions"):
-        score([one], ["a"], ["1", "2"], {})
+    for answers, columns in [(["1"], {"level": [1, 2]}), (["1", "2"], {})]:
+        with pytest.raises(ValueError, match=r"column (level|answers) has 2 values for 1 completions"):
+            score([one], ["a"], answers, columns)
 
 
 # Reward models
@@ -950,17 +592,9 @@ def save_reward_model(folder, num_labels=1, template=None, base_only=False, **sp
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=13,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        num_labels=num_labels,
-        pad_token_id=None,
-        initializer_range=0.5,
-    )
+    config = LlamaConfig(vocab_size=13, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+                         num_attention_heads=2, max_position_embeddings=32, num_labels=num_labels, pad_token_id=None,
+                         initializer_range=0.5)  # fmt: skip
     (LlamaForCausalLM if base_only else LlamaForSequenceClassification)(config).save_pretrained(folder)
     tokenizer = word_tokenizer(**special)
     tokenizer.chat_template = template
@@ -968,9 +602,19 @@ def save_reward_model(folder, num_labels=1, template=None, base_only=False, **sp
     return str(folder)
 
 
+def load_reward_model(folder):
+    """In float64: scores are rounded to fp32 at the end alone."""
+    return rewards.RewardModel(folder, "cpu", torch.float64)
+
+
+def score_by_hand(model, *ids):
+    """The head on the last of these tokens."""
+    return model.model.score(model.model.model(torch.tensor([ids])).last_hidden_state[0, -1])
+
+
 @pytest.mark.parametrize("special", [{"unk_token": "<unk>"}, {"bos_token": "<s>"}, {"pad_token": "<pad>"}])
 def test_reward_model_scores_do_not_depend_on_the_batch(tmp_path, capsys, special):
-    model = rewards.RewardModel(save_reward_model(tmp_path, template=TEMPLATE, **special), "cpu", torch.float32)
+    model = load_reward_model(save_reward_model(tmp_path, template=TEMPLATE, **special))
     assert ("no pad token: padding with" in capsys.readouterr().out) == ("pad_token" not in special)
     prompts = ["a", [{"role": "user", "content": "a b"}], "c c c c c", "d"]
     completions = ["b", "c d", "a a a", "b c d a b c"]
@@ -978,59 +622,53 @@ def test_reward_model_scores_do_not_depend_on_the_batch(tmp_path, capsys, specia
     assert together.shape == (4,) and together.dtype == torch.float32 and together.device.type == "cpu"
     assert not together.is_inference() and not model.model.training
     assert together.std() > 0.01
-    for other in (model.scores(prompts, completions, batch_size=1), model.scores(prompts, completions, batch_size=3)):
-        torch.testing.assert_close(other, together, atol=1e-5, rtol=0)
-    torch.testing.assert_close(model.scores(prompts[::-1], completions[::-1]), together.flip(0), atol=1e-5, rtol=0)
-    # by hand: one start token, the template, and the head on the last token, which is the end token
-    ids = torch.tensor([[1, 4, 6, 8, 5, 6, 9, 2]])
-    hidden = model.model.model(ids).last_hidden_state[0, -1]
-    torch.testing.assert_close(model.model.score(hidden)[0], together[0], atol=1e-5, rtol=0)
+    for batch_size in (1, 3):
+        assert_rounded(model.scores(prompts, completions, batch_size=batch_size), together, terms=1)
+    assert_rounded(model.scores(prompts[::-1], completions[::-1]).flip(0), together, terms=1)
+    # one start token, the template, and its end token
+    assert_rounded(together[:1], score_by_hand(model, 1, 4, 6, 8, 5, 6, 9, 2), terms=1)
     assert model.scores([], []).shape == (0,)
 
 
 def test_reward_model_without_template_joins_the_texts(tmp_path):
-    model = rewards.RewardModel(save_reward_model(tmp_path, unk_token="<unk>"))
-    as_text = model.scores(["a b "], ["c"])
-    as_messages = model.scores([[{"role": "system", "content": "a"}, {"role": "user", "content": "b "}]], ["c"])
-    torch.testing.assert_close(as_text, as_messages)
-    hidden = model.model.model(torch.tensor([[8, 9, 10]])).last_hidden_state[0, -1]
-    torch.testing.assert_close(model.model.score(hidden), as_text, atol=1e-5, rtol=0)
+    model = load_reward_model(save_reward_model(tmp_path, unk_token="<unk>"))
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b "}]
+    for prompt in ("a b ", messages):
+        assert_rounded(model.scores([prompt], ["c"]), score_by_hand(model, 8, 9, 10), terms=1)
 
 
 def test_reward_model_reads_one_template_and_one_start_token(tmp_path):
     from tokenizers.processors import TemplateProcessing
 
-    template = "<s> {% for m in messages %}{{ m.role }} : {{ m.content }} <unk> {% endfor %}"
-    special = dict(bos_token="<s>", unk_token="<unk>")
-    chat = rewards.RewardModel(save_reward_model(tmp_path / "chat", template=template, **special))
-    prompts = ["a", "<s> user : a <unk> assistant : ", " user : a <unk> assistant : "]
-    assert [chat._text(prompt, "b") for prompt in prompts] == ["<s> user : a <unk> assistant : b <unk> "] * 3
-    folder = save_reward_model(tmp_path / "text", **special)
-    text = rewards.RewardModel(folder)
-    text.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    text.tokenizer.save_pretrained(folder)
-    text = rewards.RewardModel(folder)
-    scores = text.scores(["a ", "<s> a "], ["b", "b"])
-    hidden = text.model.model(torch.tensor([[1, 8, 9]])).last_hidden_state[0, -1]
-    torch.testing.assert_close(scores, text.model.score(hidden).expand(2), atol=1e-5, rtol=0)
+    def load(folder, **options):
+        """A reward model whose tokenizer writes a start token too."""
+        model = load_reward_model(save_reward_model(folder, bos_token="<s>", unk_token="<unk>", **options))
+        start = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        model.tokenizer.backend_tokenizer.post_processor = start
+        model.tokenizer.save_pretrained(folder)
+        return load_reward_model(str(folder))
+
+    template = "<s> {% for m in messages %}{{ m.role }} : {{ m.content }} </s> {% endfor %}"
+    chat, text = load(tmp_path / "chat", template=template), load(tmp_path / "text")
+    prompts = ["a", "<s> user : a </s> assistant : ", " user : a </s> assistant : "]
+    assert [chat._text(prompt, "b") for prompt in prompts] == ["<s> user : a </s> assistant : b </s> "] * 3
+    expected = score_by_hand(chat, 1, 4, 6, 8, 2, 5, 6, 9, 2).expand(3)
+    assert_rounded(chat.scores(prompts, ["b"] * 3), expected, terms=1)
+    expected = score_by_hand(text, 1, 8, 9).expand(2)
+    assert_rounded(text.scores(["a ", "<s> a "], ["b", "b"]), expected, terms=1)
 
 
 def test_reward_model_refuses_what_it_cannot_score(tmp_path):
+    for options, message in (dict(num_labels=2), "has 2 labels"), (dict(base_only=True), r"lacks .*'score.weight'"):
+        with pytest.raises(ValueError, match=message):
+            rewards.RewardModel(save_reward_model(tmp_path / message[:3], **options))
     model = rewards.RewardModel(save_reward_model(tmp_path, unk_token="<unk>"))
-    with pytest.raises(ValueError, match="0 to 1 tokens: the reward model reads 1 to 32"):
-        model.scores(["", "a"], ["", ""])
-    with pytest.raises(ValueError, match="1 to 33 tokens"):
-        model.scores(["a", "a "], ["", "b " * 32])
+    for prompts, completions, lengths in [(["", "a"], ["", ""], "0 to 1"), (["a", "a "], ["", "b " * 32], "1 to 33")]:
+        with pytest.raises(ValueError, match=f"{lengths} tokens: .*reads 1 to 32"):
+            model.scores(prompts, completions)
     with pytest.raises(ValueError):
         model.scores(["a"], ["b", "c"])
     with torch.no_grad():
-        model.model.score.weight.fill_(math.nan)
+        model.model.score.weight.fill_(nan)
     with pytest.raises(ValueError, match="scores nan in row 0, 'ab'"):
         model.scores(["a"], ["b"])
-
-
-def test_reward_model_refuses_a_checkpoint_that_is_no_reward_model(tmp_path):
-    with pytest.raises(ValueError, match="has 2 labels"):
-        rewards.RewardModel(save_reward_model(tmp_path / "two", num_labels=2))
-    with pytest.raises(ValueError, match=r"lacks the weights \['score.weight'\]"):
-        rewards.RewardModel(save_reward_model(tmp_path / "base", base_only=True))

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from bounds import assert_rounded, rounding
 
 from common.sampling import BLOCK, Sampling, distribution, draw, uniforms
 
@@ -45,41 +46,38 @@ def grid(number) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("options", [
-    dict(), dict(temperature=0.5), dict(temperature=2.0), dict(top_k=1), dict(top_k=7), dict(top_k=200),
-    dict(top_k=999), dict(top_p=0.5), dict(top_p=0.95), dict(top_p=1e-6), dict(min_p=0.1), dict(min_p=1.0),
-    dict(min_new_tokens=3), dict(temperature=0.7, top_k=50, top_p=0.8), dict(temperature=1.5, top_p=0.9, min_p=0.05),
+    dict(), dict(temperature=0.5), dict(top_k=1), dict(top_k=7), dict(top_k=200), dict(top_k=999), dict(top_p=0.5),
+    dict(top_p=1e-6), dict(min_p=0.1), dict(min_p=1.0), dict(min_new_tokens=3),
+    dict(temperature=1.5, top_p=0.9, min_p=0.05), dict(temperature=0.7, top_k=50, top_p=0.8),
     dict(temperature=0.7, top_k=20, top_p=0.9, min_p=0.02, min_new_tokens=2),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("suppressed", [[], [2, 150]], ids=str)
 def test_distribution_is_its_definition(options, suppressed):
-    sampling, end_ids, counts = Sampling(**options), [4, 190], [0, 1, 2, 3, 4, 9]
+    sampling, end_ids, counts = Sampling(**options), [4, 190], [0, 1, 2, 3, 9]
     ids = torch.tensor(end_ids), torch.tensor(suppressed, dtype=torch.long)
-    logits = random_logits(6, 200)
+    logits = random_logits(5, 200).double()  # in fp64, so that a token at the border of a cut stays on its side
     logits[:, [2, 4, 150, 190]] += 4  # what may be forbidden would be likely
     before = logits.clone()
     actual = distribution(logits, sampling, torch.tensor(counts), *ids)
     rows = zip(logits.tolist(), counts, strict=True)
     expected = torch.tensor([reference(*row, end_ids, suppressed, sampling) for row in rows], dtype=torch.float64)
     assert torch.equal(actual > -torch.inf, expected > 0)
-    torch.testing.assert_close(actual.double().softmax(-1), expected, rtol=1e-5, atol=1e-9)
+    largest = logits.abs().max().item() / sampling.temperature
+    assert_rounded(actual.log_softmax(-1), expected.log(), terms=logits.shape[1] + 16, magnitude=largest)
     assert torch.equal(logits, before)  # the caller's
     for i, count in enumerate(counts):  # one number for all rows
         assert torch.equal(distribution(logits[i : i + 1], sampling, count, *ids), actual[i : i + 1])
 
 
-@pytest.mark.parametrize(("top_p", "kept"), [(0.01, 1), (0.49, 1), (0.51, 2), (0.79, 2), (0.81, 3), (1.0, 3)])
-def test_top_p_keeps_the_token_that_crosses_the_line(top_p, kept):
-    logits = torch.tensor([[0.2, 0.5, 0.3]]).log()
-    left = distribution(logits, Sampling(top_p=top_p), 0, NONE, NONE)
-    assert left.isfinite().tolist() == [[kept == 3, True, kept >= 2]]
-
-
-def test_truncation_works_on_what_is_left():
-    # of 0.4, 0.3, 0.2, 0.1 the first two are 4/7 and 3/7, so that 0.55 keeps one of them and 0.6 both
-    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
-    for top_p, kept in ((0.55, [True, False, False, False]), (0.6, [True, True, False, False])):
-        left = distribution(logits, Sampling(top_k=2, top_p=top_p), 0, NONE, NONE)
-        assert left.isfinite().tolist() == [kept]
+@pytest.mark.parametrize(("options", "kept"), [
+    (dict(top_p=0.01), 1), (dict(top_p=0.39), 1), (dict(top_p=0.41), 2), (dict(top_p=0.69), 2), (dict(top_p=0.71), 3),
+    (dict(top_p=1.0), 4),  # the token that crosses the line is kept
+    (dict(top_k=2, top_p=0.55), 1), (dict(top_k=2, top_p=0.6), 2),  # of the two that are left, the first has 4/7
+], ids=str)  # fmt: skip
+def test_top_p_keeps_the_token_that_crosses_the_line_of_what_is_left(options, kept):
+    probabilities = torch.tensor([[0.3, 0.4, 0.1, 0.2]])
+    left = distribution(probabilities.log(), Sampling(**options), 0, NONE, NONE).isfinite()
+    assert torch.equal(left, probabilities > 0.45 - 0.1 * kept)
 
 
 @pytest.mark.parametrize("forbidden", ["suppressed", "early end"])
@@ -91,15 +89,14 @@ def test_greedy_takes_the_best_of_the_tokens_allowed(forbidden):
     tokens, logps = draw(left, torch.zeros(1, dtype=torch.float64), greedy=True)
     assert tokens.item() == 2
     # under the softmax over all tokens allowed, at temperature 1
-    assert logps.item() == pytest.approx(2 - math.log(1 + math.e + math.e**2), abs=1e-6)
+    assert_rounded(logps.item(), 2 - math.log(1 + math.e + math.e**2), terms=3 + 8, magnitude=3.0, dtype=torch.float32)
     if forbidden == "early end":
         assert draw(distribution(logits, sampling, 2, *ids), torch.zeros(1).double(), greedy=True)[0].item() == 1
 
 
 @pytest.mark.parametrize("options", [
-    dict(temperature=-0.1), dict(temperature=1e-40), dict(top_p=0.0), dict(top_p=1.1),
-    dict(top_k=-1), dict(min_p=-0.1), dict(min_p=1.1),
-    dict(min_new_tokens=-1),
+    dict(temperature=-0.1), dict(temperature=1e-40), dict(top_p=0.0), dict(top_p=1.1), dict(top_k=-1),
+    dict(min_p=-0.1), dict(min_p=1.1), dict(min_new_tokens=-1),
 ], ids=str)  # fmt: skip
 def test_values_without_meaning_are_refused(options):
     ((name, value),) = options.items()
@@ -110,32 +107,31 @@ def test_values_without_meaning_are_refused(options):
 # --- the draw ---
 
 
+SUMS = rounding(BLOCK + 8)  # of probabilities: those of a block are added up in fp32
+
+
 def assert_inverts(logits, randoms, tokens, logps):
     """Tokens against the cumulative distribution in double precision; at the very borders either neighbour is right."""
     probabilities = logits.double().softmax(-1)
-    ends = probabilities.cumsum(-1)
-    low = ends.gather(1, tokens[:, None]).squeeze(1) - probabilities.gather(1, tokens[:, None]).squeeze(1)
-    high = ends.gather(1, tokens[:, None]).squeeze(1)
-    assert ((low - 1e-6 <= randoms) & (randoms <= high + 1e-6)).all()
-    assert (probabilities.gather(1, tokens[:, None]) > 0).all()
+    own, high = (x.gather(1, tokens[:, None]).squeeze(1) for x in (probabilities, probabilities.cumsum(-1)))
+    assert ((high - own - SUMS <= randoms) & (randoms <= high + SUMS)).all() and (own > 0).all()
     expected = logits.double().log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
-    torch.testing.assert_close(logps.double(), expected, rtol=1e-6, atol=2e-6)
+    largest = logits[logits.isfinite()].abs().max().item()
+    torch.testing.assert_close(logps.double(), expected, rtol=0, atol=SUMS + rounding(4, 2 * largest))
 
 
 @pytest.mark.parametrize("scale", [0.0, 2.0, 20.0])
 @pytest.mark.parametrize("vocabulary", SIZES)
 def test_draw_inverts_the_cumulative_distribution(vocabulary, scale):
-    logits = random_logits(1, vocabulary, scale).expand(3000, -1)
-    tokens, logps = draw(logits, grid(3000))
+    logits = random_logits(1, vocabulary, scale).expand(1000, -1)
+    tokens, logps = draw(logits, grid(1000))
     assert tokens.dtype == torch.int64 and logps.dtype == torch.float32
-    assert_inverts(logits, grid(3000), tokens, logps)
-    shares = tokens.bincount(minlength=vocabulary) / 3000
-    torch.testing.assert_close(shares, logits[0].softmax(-1), rtol=0, atol=1 / 3000 + 1e-5)
+    assert_inverts(logits, grid(1000), tokens, logps)
+    shares = tokens.bincount(minlength=vocabulary) / 1000
+    torch.testing.assert_close(shares, logits[0].softmax(-1), rtol=0, atol=1 / 1000 + 2 * SUMS)
 
 
 def test_every_row_uses_its_own_random_number_and_distribution():
-    tokens, _ = draw(torch.zeros(3, 4), torch.tensor([0.1, 0.6, 0.9], dtype=torch.float64))  # a quarter each
-    assert tokens.tolist() == [0, 2, 3]
     logits, randoms = random_logits(500, 300), torch.rand(500, generator=torch.Generator().manual_seed(1)).double()
     tokens, logps = draw(logits, randoms)
     assert_inverts(logits, randoms, tokens, logps)
@@ -197,20 +193,12 @@ def test_rare_tokens_are_drawn_in_their_turn():
     assert (tokens - expected).abs().max() <= 2 * BLOCK
 
 
-def test_log_probabilities_of_a_truncated_distribution_add_up_to_one():
-    logits = distribution(random_logits(1, 300), Sampling(temperature=0.8, top_k=9), 0, NONE, NONE)
-    tokens, logps = draw(logits.expand(20_000, -1), grid(20_000))
-    by_token = dict(zip(tokens.tolist(), logps.tolist(), strict=True))
-    assert len(by_token) == 9
-    assert sum(map(math.exp, by_token.values())) == pytest.approx(1, abs=1e-5)
-
-
 @pytest.mark.parametrize("vocabulary", SIZES)
 def test_greedy_takes_the_likeliest_token(vocabulary):
     logits = random_logits(50, vocabulary)
     tokens, logps = draw(logits, torch.full((50,), LAST, dtype=torch.float64), greedy=True)
     assert torch.equal(tokens, logits.argmax(-1))
-    torch.testing.assert_close(logps, logits.log_softmax(-1).amax(-1), rtol=0, atol=1e-6)
+    assert_rounded(logps, logits.double().log_softmax(-1).amax(-1), terms=BLOCK + 8, magnitude=8.0)
 
 
 @pytest.mark.parametrize("greedy", [False, True])
@@ -251,7 +239,8 @@ def test_random_numbers_are_uniform_and_leave_the_global_state_alone():
     before = torch.get_rng_state()
     numbers = uniforms(0, 0, range(50), 20, 20).flatten()
     assert torch.equal(torch.get_rng_state(), before)
-    counts = torch.histc(numbers.float(), 20, 0, 1)  # 1000 each, standard deviation 31
-    assert (counts - 1000).abs().max() < 130
+    counts = torch.histc(numbers.float(), 20, 0, 1)
+    assert (counts - 1000).abs().max() < 6 * math.sqrt(20_000 * 0.05 * 0.95)
     pairs = numbers.view(-1, 20)
-    assert abs(torch.corrcoef(torch.stack([pairs[:, :-1].flatten(), pairs[:, 1:].flatten()]))[0, 1]) < 0.03
+    correlation = torch.corrcoef(torch.stack([pairs[:, :-1].flatten(), pairs[:, 1:].flatten()]))[0, 1]
+    assert abs(correlation) < 6 / math.sqrt(19_000)  # of as many pairs

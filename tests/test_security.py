@@ -6,11 +6,11 @@ tests/test_embedder.py.
 """
 
 import ast
-import importlib.util
 import json
 import os
 import pickle
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -25,8 +25,6 @@ from common import lora, models, rewards
 
 CPU = torch.device("cpu")
 
-
-# ---- the source ----
 
 IMPORTS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "multiprocessing"}
 CALLS = {  # by any name in front
@@ -89,40 +87,27 @@ def findings(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, "trust_remote_code"
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("import pickle", "pickle"),
-        ("import numpy, dill as d", "dill"),
-        ("from joblib import load", "joblib"),
-        ("import multiprocessing.pool", "multiprocessing"),
-        ("from os import system", "os.system"),
-        ("os.popen('ls')", "popen"),
-        ("importlib.import_module(name)", "import_module"),
-        ("eval('1')", "eval"),
-        ("def f():\n    return exec(text)", "exec"),
-        ("subprocess.run(text, shell=True)", "shell"),
-        ("requests.get(url, verify=False)", "verify"),
-        ("np.load(path, allow_pickle=True)", "allow_pickle"),
-        ("torch.load(path)", "torch.load"),
-        ("from torch import load as read", "torch.load"),
-        ("yaml.load(text)", "yaml.load"),
-        ("dist.all_gather_object(out, value)", "all_gather_object"),
-        ("tempfile.mktemp()", "mktemp"),
-        ("host: str = '0.0.0.0'", "0.0.0.0"),
-        ("AutoModel.from_pretrained(name)", "trust_remote_code"),
-        ("transformers.AutoTokenizer.from_pretrained(name, **options)", "trust_remote_code"),
-        ("AutoModel.from_config(config, trust_remote_code=True)", "trust_remote_code"),
-        ("kind.from_pretrained(name, trust_remote_code=cfg.trust)", "trust_remote_code"),
-        ("SentenceTransformer(name)", "trust_remote_code"),
-        ("datasets.load_dataset(name, trust_remote_code=True)", "trust_remote_code"),
-        ("model.eval(); re.compile(x); torch.compile(f); safetensors.torch.load(body); ast.literal_eval(x)", None),
-        ("LlamaForCausalLM.from_pretrained(name); AutoModel.from_pretrained(name, trust_remote_code=False)", None),
-        ("SentenceTransformer(modules=[own]); subprocess.run(['ls'], check=True)", None),
-        ("import importlib.util\nfrom concurrent.futures import Future, ThreadPoolExecutor", None),
-        ("# eval(text), '0.0.0.0'\nx = 'import pickle'", None),
-    ],
-)
+@pytest.mark.parametrize(("source", "found"), [
+    ("import pickle", "pickle"), ("import numpy, dill as d", "dill"), ("from joblib import load", "joblib"),
+    ("import multiprocessing.pool", "multiprocessing"), ("from os import system", "os.system"),
+    ("os.popen('ls')", "popen"), ("importlib.import_module(name)", "import_module"), ("eval('1')", "eval"),
+    ("def f():\n    return exec(text)", "exec"), ("subprocess.run(text, shell=True)", "shell"),
+    ("requests.get(url, verify=False)", "verify"), ("np.load(path, allow_pickle=True)", "allow_pickle"),
+    ("torch.load(path)", "torch.load"), ("from torch import load as read", "torch.load"),
+    ("yaml.load(text)", "yaml.load"), ("dist.all_gather_object(out, value)", "all_gather_object"),
+    ("tempfile.mktemp()", "mktemp"), ("host: str = '0.0.0.0'", "0.0.0.0"),
+    ("AutoModel.from_pretrained(name)", "trust_remote_code"),
+    ("transformers.AutoTokenizer.from_pretrained(name, **options)", "trust_remote_code"),
+    ("AutoModel.from_config(config, trust_remote_code=True)", "trust_remote_code"),
+    ("kind.from_pretrained(name, trust_remote_code=cfg.trust)", "trust_remote_code"),
+    ("SentenceTransformer(name)", "trust_remote_code"),
+    ("datasets.load_dataset(name, trust_remote_code=True)", "trust_remote_code"),
+    ("model.eval(); re.compile(x); torch.compile(f); safetensors.torch.load(body); ast.literal_eval(x)", None),
+    ("LlamaForCausalLM.from_pretrained(name); AutoModel.from_pretrained(name, trust_remote_code=False)", None),
+    ("SentenceTransformer(modules=[own]); subprocess.run(['ls'], check=True)", None),
+    ("import importlib.util\nfrom concurrent.futures import Future, ThreadPoolExecutor", None),
+    ("# eval(text), '0.0.0.0'\nx = 'import pickle'", None),
+])  # fmt: skip
 def test_the_search_finds_what_it_should(source, found):
     assert [name for _, name in findings(source)] == ([found] if found else [])
 
@@ -151,18 +136,18 @@ def test_every_version_is_pinned():
             assert re.sub(r"[-_.]+", "-", package).lower() in names, f"{file.name}: {line}"
 
 
-@pytest.mark.parametrize(
-    ("found", "code", "said"),
-    [
-        ([{"name": "a", "version": "1.0", "vulns": []}], 0, "1 of 1 pins checked, 0 vulnerable"),
-        ([{"name": "a", "version": "1.0", "vulns": [{"id": "PYSEC-1", "aliases": ["CVE-1"], "fix_versions": ["1.1"]}]},
-          {"name": "b", "skip_reason": "not found"}], 1, "a 1.0: PYSEC-1, CVE-1; repaired in 1.1"),
-        ([{"name": "a", "version": "1.0", "vulns": []}, {"name": "b", "skip_reason": "not found"}], 2,
-         "b: not checked: not found"),
-        ([], 2, "0 of 0 pins checked"),
-        (None, 2, "no answer from the lists: nothing was checked"),
-    ],
-)  # fmt: skip
+GOOD = {"name": "a", "version": "1.0", "vulns": []}
+VULNERABLE = {**GOOD, "vulns": [{"id": "PYSEC-1", "aliases": ["CVE-1"], "fix_versions": ["1.1"]}]}
+SKIPPED = {"name": "b", "skip_reason": "not found"}
+
+
+@pytest.mark.tools
+@pytest.mark.parametrize(("found", "code", "said"), [
+    ([GOOD], 0, "1 of 1 pins checked, 0 vulnerable"),
+    ([VULNERABLE, SKIPPED], 1, "a 1.0: PYSEC-1, CVE-1; repaired in 1.1"),
+    ([GOOD, SKIPPED], 2, "b: not checked: not found"),
+    ([], 2, "0 of 0 pins checked"), (None, 2, "nothing was checked"),
+])  # fmt: skip
 def test_the_audit_passes_only_when_every_pin_was_checked(found, code, said, tmp_path):
     answer = "" if found is None else json.dumps({"dependencies": found})
     audit = f"while [ $# -gt 0 ]; do [ $1 = --output ] && printf '%s' '{answer}' > $2; shift; done"
@@ -172,16 +157,9 @@ def test_the_audit_passes_only_when_every_pin_was_checked(found, code, said, tmp
         f"cat > pip-audit <<'END'\n#!/bin/sh\n{audit}\nEND\nchmod +x pip-audit\n"
     )
     python.chmod(0o755)
-    run = subprocess.run(
-        ["bash", ROOT / "scripts" / "audit.sh"],
-        env={**os.environ, "PYTHON": str(python)},
-        capture_output=True,
-        text=True,
-    )
+    environment = {**os.environ, "PYTHON": str(python)}
+    run = subprocess.run(["bash", ROOT / "scripts/audit.sh"], env=environment, capture_output=True, text=True)
     assert (run.returncode, said in run.stdout + run.stderr) == (code, True), run.stdout + run.stderr
-
-
-# ---- files that would tell if they were run ----
 
 
 class Marker:
@@ -204,72 +182,59 @@ def marker(tmp_path):
     assert marker.exists()
 
 
-def load_script(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def merge_adapters(folder: Path) -> None:
+    merge = runpy.run_path(str(ROOT / "scripts" / "merge_adapters.py"))["main"]
+    merge([str(folder), str(folder.with_name("merged"))])
 
 
-def copy_of(folder: Path, target: Path) -> Path:
-    shutil.copytree(folder, target)
-    return target
+LOADERS = {
+    "policy": lambda folder: models.load_policy(str(folder), CPU, "fp32"),
+    "policy with adapters": lambda folder: models.load_policy(str(folder), CPU, "fp32", lora=lora.Options(2, 4.0)),
+    "frozen": lambda folder: models.load_frozen(str(folder), CPU, "fp32"),
+    "reward model": lambda folder: rewards.RewardModel(str(folder)),
+    "merge_adapters": merge_adapters,
+}
 
 
 @pytest.fixture(scope="module")
-def classifier(tmp_path_factory) -> Path:
-    """A reward model."""
+def folders(model_folders, tmp_path_factory) -> dict[str, Path]:
+    """A policy; a reward model; adapters of rank 2, as a checkpoint holds them."""
     from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
-    folder = tmp_path_factory.mktemp("classifier")
     config = Qwen2Config(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
                          num_attention_heads=2, num_key_value_heads=2, num_labels=1, pad_token_id=0)  # fmt: skip
-    Qwen2ForSequenceClassification(config).save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
-    return folder
+    _, adapted = models.load_policy(str(model_folders["qwen2"]), CPU, "fp32", lora=lora.Options(2, 4.0))
+    made = {"policy": model_folders["qwen2"]}
+    for kind, model in (("reward model", Qwen2ForSequenceClassification(config)), ("adapters", adapted)):
+        made[kind] = tmp_path_factory.mktemp(kind.replace(" ", "-"))
+        lora.save(model, made[kind])
+        build_tokenizer().save_pretrained(made[kind])
+    return made
 
 
-@pytest.fixture(scope="module")
-def adapters(model_folders, tmp_path_factory) -> Path:
-    """Adapters of rank 2, as a checkpoint holds them."""
-    folder = tmp_path_factory.mktemp("adapters")
-    _, model = models.load_policy(str(model_folders["qwen2"]), CPU, "fp32", lora=lora.Options(2, 4.0))
-    lora.save(model, folder)
-    build_tokenizer().save_pretrained(folder)
-    return folder
-
-
-def plant_weights(folder: Path, marker: Path, old: str, new: str) -> None:
-    """Puts weights that are a pickle in the place of a safetensors file."""
+@pytest.mark.parametrize(("kind", "loader"), [
+    ("policy", "policy"), ("reward model", "reward model"), ("adapters", "policy"),
+    ("adapters", "policy with adapters"), pytest.param("adapters", "merge_adapters", marks=pytest.mark.tools),
+])  # fmt: skip
+def test_pickled_weights_are_not_run(kind, loader, folders, tmp_path, marker):
+    folder = shutil.copytree(folders[kind], tmp_path / "copy")
+    LOADERS[loader](folder)
+    shutil.rmtree(tmp_path / "merged", ignore_errors=True)
+    old, new = ("adapter_model.safetensors", "adapter_model.bin") if kind == "adapters" else (
+        "model.safetensors", "pytorch_model.bin")  # fmt: skip
     (folder / old).unlink()
     torch.save({"weight": Marker(marker)}, folder / new)
-
-
-def test_pickled_weights_of_a_reward_model_are_not_run(classifier, tmp_path, marker):
-    rewards.RewardModel(str(classifier))
-    folder = copy_of(classifier, tmp_path / "copy")
-    plant_weights(folder, marker, "model.safetensors", "pytorch_model.bin")
-    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
-        rewards.RewardModel(str(folder))
-
-
-def test_pickled_adapters_are_not_run(adapters, tmp_path, marker):
-    folder = copy_of(adapters, tmp_path / "copy")
-    plant_weights(folder, marker, "adapter_model.safetensors", "adapter_model.bin")
-    for options in (None, lora.Options(2, 4.0)):
-        with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
-            models.load_policy(str(folder), CPU, "fp32", lora=options)
-    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
-        load_script("merge_adapters").main([str(folder), str(tmp_path / "merged")])
+    with pytest.raises((pickle.UnpicklingError, ValueError), match="Weights only load failed"):
+        LOADERS[loader](folder)
     assert not (tmp_path / "merged").exists()
 
 
 def test_a_pickle_is_no_gguf_file(tmp_path, marker):
-    converter = load_script("gguf_to_hf")
+    converter = runpy.run_path(str(ROOT / "scripts" / "gguf_to_hf.py"))
     path = tmp_path / "model.gguf"
     path.write_bytes(pickle.dumps(Marker(marker)) + bytes(64))
     with pytest.raises(ValueError, match="GGUF"):
-        converter.main([str(path), str(tmp_path / "out")])
+        converter["main"]([str(path), str(tmp_path / "out")])
 
 
 def plant_code(folder: Path, file: str, marker: Path, mapping: dict, **changes) -> None:
@@ -281,32 +246,35 @@ def plant_code(folder: Path, file: str, marker: Path, mapping: dict, **changes) 
 
 OWN_MODEL = {"AutoConfig": "planted.Config", "AutoModelForCausalLM": "planted.Model",
              "AutoModelForSequenceClassification": "planted.Model"}  # fmt: skip
+OWN_TOKENIZER = {"AutoTokenizer": [None, "planted.Tok"]}
 
 
-def test_code_of_a_reward_model_is_refused_and_not_run(classifier, tmp_path, marker):
-    folder = copy_of(classifier, tmp_path / "copy")
-    plant_code(folder, "config.json", marker, OWN_MODEL)
-    rewards.RewardModel(str(folder))  # of a kind that transformers has, and loads by itself
-    plant_code(folder, "tokenizer_config.json", marker, {"AutoTokenizer": [None, "planted.Tok"]})
-    rewards.RewardModel(str(folder))
-    plant_code(folder, "config.json", marker, OWN_MODEL, model_type="planted")
-    with pytest.raises(ValueError, match=r"reward model '.*copy' cannot be loaded.*comes with a model is never run"):
-        rewards.RewardModel(str(folder))
+@pytest.mark.parametrize(("kind", "loader"), [
+    ("policy", "policy"), ("policy", "frozen"), ("reward model", "reward model"), ("adapters", "frozen"),
+    pytest.param("adapters", "merge_adapters", marks=pytest.mark.tools),
+])  # fmt: skip
+def test_code_that_comes_with_a_model_is_refused_and_not_run(kind, loader, folders, tmp_path, marker):
+    folder = own = shutil.copytree(folders[kind], tmp_path / "copy")
+    if kind == "adapters":
+        own = shutil.copytree(folders["policy"], tmp_path / "own")
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": str(own)}))
+    plant_code(own, "tokenizer_config.json", marker, OWN_TOKENIZER)
+    plant_code(own, "config.json", marker, OWN_MODEL)
+    LOADERS[loader](folder)  # of a kind that transformers has, and loads by itself
+    shutil.rmtree(tmp_path / "merged", ignore_errors=True)
+    plant_code(own, "config.json", marker, OWN_MODEL, model_type="planted", architectures=["Model"])
+    with pytest.raises(ValueError, match=rf"'{own}'.*(?i:code that comes with a model is never run)"):
+        LOADERS[loader](folder)
 
 
-def test_code_of_a_policy_or_of_the_model_of_adapters_is_refused_with_a_clear_message(
-    model_folders, adapters, tmp_path, marker
-):
-    own = copy_of(model_folders["qwen2"], tmp_path / "own")
-    plant_code(own, "config.json", marker, OWN_MODEL, model_type="planted")
-    on_top = copy_of(adapters, tmp_path / "adapters")
-    file = on_top / "adapter_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": str(own)}))
-    for folder in (own, on_top):
-        with pytest.raises(ValueError, match=r"'.*own'.*Code that comes with a model is never run"):
-            models.load_frozen(str(folder), CPU, "fp32")
-    with pytest.raises(ValueError, match=r"'.*own'.*Code that comes with a model is never run"):
-        load_script("merge_adapters").main([str(on_top), str(tmp_path / "merged")])
+def test_code_of_a_tokenizer_is_not_run(folders, tmp_path, marker):
+    folder = shutil.copytree(folders["policy"], tmp_path / "copy")
+    plant_code(folder, "tokenizer_config.json", marker, OWN_TOKENIZER, tokenizer_class="Tok")
+    try:
+        models.load_tokenizer(str(folder))
+    except ValueError as error:  # refusing and falling back on a class of transformers are both safe
+        assert "trust_remote_code" in str(error) or "custom code" in str(error)
 
 
 def test_code_of_a_processor_is_not_run(tmp_path, marker):

@@ -1,5 +1,6 @@
 """The built-in policy and task: what the scripts run on when nothing is downloaded."""
 
+import math
 import random
 import re
 from pathlib import Path
@@ -8,29 +9,25 @@ import numpy as np
 import pytest
 import torch
 from conftest import Run, fork_script
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from common import toy
 
 PROMPT = "<|im_start|>user\nsort 7 3 1 9 4<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.fixture(scope="session")
-def policy_folder(tmp_path_factory) -> Path:
-    """The real thing, trained once for all tests."""
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """The real policy and its teacher, trained once for all tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RL_HAND_CACHE", str(tmp_path_factory.mktemp("cache")))
+        toy.folder("toy-teacher")
         return toy.folder()
 
 
-@pytest.fixture(scope="session")
-def policy(policy_folder):
-    return AutoModelForCausalLM.from_pretrained(policy_folder).eval()
-
-
-@pytest.fixture(scope="session")
-def tokenizer(policy_folder):
-    return AutoTokenizer.from_pretrained(policy_folder)
+@pytest.fixture(scope="module")
+def tokenizer():
+    return toy._tokenizer()
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +50,7 @@ def quick(tmp_path, monkeypatch) -> Path:
 def accuracy(policy, tokenizer, repeats: int, **sampling) -> float:
     """Share of the test prompts whose completion ends in the right number."""
     rows = toy.rows("test") * repeats
-    texts = [PROMPT.replace("sort 7 3 1 9 4", row["prompt"]) for row in rows]
-    inputs = tokenizer(texts, return_tensors="pt")
+    inputs = tokenizer([PROMPT.replace("sort 7 3 1 9 4", row["prompt"]) for row in rows], return_tensors="pt")
     with torch.random.fork_rng():
         torch.manual_seed(0)
         output = policy.generate(**inputs, max_new_tokens=8, **sampling)
@@ -66,26 +62,19 @@ def accuracy(policy, tokenizer, repeats: int, **sampling) -> float:
 # ---- task ----
 
 
-def test_answers_are_the_sorted_digits():
-    for row in toy.rows("train") + toy.rows("test"):
+def test_answers_are_the_sorted_digits_and_splits_are_disjoint():
+    train, test = toy.rows("train"), toy.rows("test")
+    for row in train + test:
         word, *digits = row["prompt"].split(" ")
         assert word == "sort" and len(set(digits)) == 5 and set(digits) <= set("123456789")
         assert row["answer"] == "".join(sorted(digits))
+    assert len(train) == 4096 and len(test) == 256 and len({row["prompt"] for row in train + test}) == 4352
 
 
-def test_splits_are_disjoint_and_have_their_sizes():
-    train, test = ({row["prompt"] for row in toy.rows(split)} for split in ("train", "test"))
-    assert len(train) == 4096 and len(test) == 256 and not train & test
-
-
-def test_rows_never_change():
-    first = [toy.rows(split)[0] for split in ("train", "test")]
-    random.seed(5)
-    assert [toy.rows(split)[0] for split in ("train", "test")] == first
-    assert [row["prompt"] for row in first] == ["sort 2 4 6 5 3", "sort 1 6 2 4 5"]
-
-
-def test_unknown_split_is_refused():
+def test_rows_never_change_and_another_split_is_refused():
+    for seed in (5, 6):
+        random.seed(seed)
+        assert [toy.rows(s)[0]["prompt"] for s in ("train", "test")] == ["sort 2 4 6 5 3", "sort 1 6 2 4 5"]
     with pytest.raises(ValueError, match=r"split='dev'.*\['test', 'train'\]"):
         toy.rows("dev")
 
@@ -93,17 +82,17 @@ def test_unknown_split_is_refused():
 # ---- policy ----
 
 
-def test_size_and_type(policy, tokenizer):
+def test_size_type_and_token_ids(quick, tokenizer):
+    folder = toy.folder()
+    policy, saved = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert 1e6 <= sum(parameter.numel() for parameter in policy.parameters()) <= 3e6
     assert all(parameter.dtype == torch.float32 for parameter in policy.parameters())
-    assert 30 <= len(tokenizer) <= 60 and policy.get_input_embeddings().num_embeddings == len(tokenizer)
-
-
-def test_token_ids_agree(policy, tokenizer):
-    assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, None}) == 4
-    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.padding_side == "left"
+    assert 30 <= len(saved) <= 60 and policy.get_input_embeddings().num_embeddings == len(saved)
+    assert saved.get_vocab() == tokenizer.get_vocab() and saved.chat_template == tokenizer.chat_template
+    assert len({saved.pad_token_id, saved.eos_token_id, saved.unk_token_id, None}) == 4
+    assert saved.eos_token == "<|im_end|>" and saved.padding_side == "left"
     for config in (policy.config, policy.generation_config):
-        assert (config.eos_token_id, config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+        assert (config.eos_token_id, config.pad_token_id) == (saved.eos_token_id, saved.pad_token_id)
 
 
 def test_chat_template(tokenizer):
@@ -116,7 +105,7 @@ def test_chat_template(tokenizer):
     )
 
 
-@pytest.mark.parametrize("text", [PROMPT, "13479", "assorted users, 12 + 3 = 15?\n\n  (so be it!)", " ", ""])
+@pytest.mark.parametrize("text", [PROMPT, "assorted users, 12 + 3 = 15?\n\n  (so be it!)", " ", ""])
 def test_decoding_gives_the_text_back(tokenizer, text):
     ids = tokenizer(text).input_ids
     assert tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == text
@@ -128,56 +117,70 @@ def test_special_tokens_are_skipped_and_unknown_characters_kept_apart(tokenizer)
     assert tokenizer("A1é").input_ids == [tokenizer.unk_token_id, *tokenizer("1").input_ids, tokenizer.unk_token_id]
 
 
-def test_left_padding_does_not_change_the_completion(policy, tokenizer):
-    longer = PROMPT.replace("sort", "please sort")
-    batch = tokenizer([PROMPT, longer], padding=True, return_tensors="pt")
-    assert batch.attention_mask[0, 0] == 0
-    together = policy.generate(**batch, max_new_tokens=6, do_sample=False)[0, -6:]
-    alone = policy.generate(**tokenizer(PROMPT, return_tensors="pt"), max_new_tokens=6, do_sample=False)[0, -6:]
-    assert torch.equal(together, alone)
+@pytest.mark.parametrize(("name", "upwards", "downwards"), [("toy", 7, 9), ("toy-teacher", 16, 0)])
+def test_the_warm_start_learns_answers_of_which_so_many_are_upwards(monkeypatch, tokenizer, name, upwards, downwards):
+    seen, rates, forward, step = [], [], LlamaForCausalLM.forward, torch.optim.AdamW.step
+
+    def look(self, input_ids, labels):
+        seen.append((tokenizer.batch_decode(input_ids), labels))
+        return forward(self, input_ids=input_ids, labels=labels)
+
+    def note(self):
+        rates.append(self.param_groups[0]["lr"])
+        step(self)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", look)
+    monkeypatch.setattr(torch.optim.AdamW, "step", note)
+    toy._warm_started(tokenizer, 4, *toy.RECIPES[name])
+    form = r"<\|im_start\|>user\nsort ([\d ]+)<\|im_end\|>\n<\|im_start\|>assistant\n(\d+)<\|im_end\|>"
+    for texts, labels in seen:
+        pairs = [re.fullmatch(form, text).groups() for text in texts]
+        ordered, answers = ["".join(sorted(digits.split())) for digits, _ in pairs], [answer for _, answer in pairs]
+        assert sum(map(str.__eq__, answers, ordered)) == upwards
+        assert sum(map(str.__eq__, answers, (digits[::-1] for digits in ordered))) == downwards
+        learned = [tokenizer.decode(row[row != -100]) for row in labels]
+        assert learned == [answer + "<|im_end|>" for answer in answers]
+    assert len({text for texts, _ in seen for text in texts}) > 3 * 16
+    peak = toy.RECIPES[name][2]
+    assert rates == pytest.approx([0.1 * peak, 0.2 * peak, 0.3 * peak, 0.4 * peak])
 
 
-def test_the_warm_start_leaves_room_to_learn(policy, tokenizer):
-    assert 0.25 <= accuracy(policy, tokenizer, repeats=4, do_sample=True, temperature=1.0, top_k=0) <= 0.40
-    assert 0.10 <= accuracy(policy, tokenizer, repeats=1, do_sample=False) <= 0.50
-
-
-@pytest.mark.slow
-def test_the_teacher_is_right_nearly_always_and_larger(policy_folder, policy, tokenizer, monkeypatch):
-    monkeypatch.setenv("RL_HAND_CACHE", str(policy_folder.parent))  # beside the policy
-    folder = toy.folder("toy-teacher")
-    assert folder.parent == policy_folder.parent and folder != policy_folder
-    teacher = AutoModelForCausalLM.from_pretrained(folder).eval()
+@pytest.mark.parity
+def test_the_warm_start_leaves_room_to_learn_and_its_teacher_is_right_nearly_always(trained, tokenizer, monkeypatch):
+    monkeypatch.setenv("RL_HAND_CACHE", str(trained.parent))
+    monkeypatch.delattr(toy, "_warm_started")
+    folder = toy.folder("toy-teacher")  # trained once, beside the policy
+    assert folder.parent == trained.parent and folder != trained
+    policy, teacher = (AutoModelForCausalLM.from_pretrained(place).eval() for place in (trained, folder))
+    # 7 in 16 demonstrations are upwards; a sample of 1024 strays from their share by less than 6 standard deviations
+    share = 7 / 16
+    most = share + 6 * math.sqrt(share * (1 - share) / 1024)
+    assert 0.1 < accuracy(policy, tokenizer, repeats=4, do_sample=True, temperature=1.0, top_k=0) < most
     assert accuracy(teacher, tokenizer, repeats=1, do_sample=False) > 0.9
     assert 1.5 * policy.num_parameters() < teacher.num_parameters() < 3e6
-    own = AutoTokenizer.from_pretrained(folder)
-    assert own.get_vocab() == tokenizer.get_vocab() and own.chat_template == tokenizer.chat_template
-    monkeypatch.delattr(toy, "_warm_started")
-    assert toy.folder("toy-teacher") == folder  # trained once
 
 
 # ---- cache ----
 
 
-def test_trained_once_then_cached(quick, capsys, monkeypatch):
+def test_trained_once_then_cached_also_in_the_default_place(quick, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
     folder = toy.folder()
-    assert capsys.readouterr().out == f"built-in policy: training 2 steps once, cached in {folder}\n"
-    assert folder.parent == quick
+    said = capsys.readouterr().out
+    assert "training 2 steps once" in said and str(folder) in said and folder.parent == quick
     monkeypatch.delattr(toy, "_warm_started")
     assert toy.folder() == folder and capsys.readouterr().out == ""
-
-
-def test_default_place(quick, monkeypatch, tmp_path):
     monkeypatch.delenv("RL_HAND_CACHE")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert toy.folder().parent == tmp_path / ".cache" / "rl_hand"
+    (tmp_path / ".cache").mkdir()
+    quick.rename(tmp_path / ".cache" / "rl_hand")
+    assert toy.folder() == tmp_path / ".cache" / "rl_hand" / folder.name
 
 
 def test_a_changed_recipe_gets_another_folder(quick, monkeypatch, tmp_path):
     folder = toy.folder()
-    edited = tmp_path / "toy.py"
-    edited.write_text(Path(toy.__file__).read_text().replace('"toy": 150', '"toy": 151'))
-    monkeypatch.setattr(toy, "__file__", str(edited))
+    changed = tmp_path / "toy.py"
+    changed.write_bytes(Path(toy.__file__).read_bytes() + b"\n")
+    monkeypatch.setattr(toy, "__file__", str(changed))
     assert toy.folder() != folder and len(list(quick.iterdir())) == 2
 
 
@@ -193,6 +196,7 @@ def test_nothing_is_disturbed(quick, tmp_path, monkeypatch):
         assert state() == before
     torch.rand(3)
     monkeypatch.setenv("RL_HAND_CACHE", str(tmp_path / "again"))
+    # the same operations in the same order, in one thread
     assert (toy.folder() / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
@@ -239,6 +243,7 @@ print("folder", toy.folder())
 """
 
 
+@pytest.mark.services
 def test_two_processes_at_once(quick, tmp_path):
     (tmp_path / "together.py").write_text(TOGETHER)
     outputs = [tmp_path / f"{rank}.txt" for rank in range(2)]

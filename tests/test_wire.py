@@ -17,9 +17,9 @@ import torch.distributed as dist
 from common import peers, storage, wire
 
 VALUES = [
-    None, True, False, 0, -(2**70), 0.1 + 0.2, math.inf, "", "naïve\u2028\U0001f600\x00", [], (), {}, Path("/a b/c"),
-    [None, (1, [2, ()]), {"a": {"b": (True,)}}], {("sums", None): 1.5, 3: "three", None: 0}, {"tensor": "0"},
-    {"tuple": []},
+    None, True, False, 0, -(2**70), 0.1 + 0.2, -0.0, math.inf, "", "naïve\u2028\U0001f600\x00", [], (), {},
+    Path("/a b/c"), [None, (1, [2, ()]), {"a": {"b": (True,)}}], {("sums", None): 1.5, 3: "three", None: 0},
+    {"tensor": "0"}, {"tuple": []},
 ]  # fmt: skip
 
 
@@ -27,12 +27,8 @@ VALUES = [
 def test_values_come_back_as_they_were(value):
     back = wire.decode(wire.encode(value))
     assert back == value and type(back) is type(value)
-    assert repr(back) == repr(value)  # tuples stay tuples, 1 stays no truth value
-
-
-def test_nan_and_minus_zero_come_back():
-    nan, zero = wire.decode(wire.encode([math.nan, -0.0]))
-    assert math.isnan(nan) and math.copysign(1.0, zero) == -1.0
+    assert repr(back) == repr(value)  # tuples stay tuples, 1 stays no truth value, -0.0 keeps its sign
+    assert math.isnan(wire.decode(wire.encode(math.nan)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
@@ -40,21 +36,15 @@ def test_tensors_come_back_bit_for_bit(dtype):
     whole = torch.randn(4, 6).mul(3).to(dtype)
     value = {"whole": whole, "view": whole.T, "row": (whole[1], whole[1]), "none": whole[:0], "scalar": whole[0, 0]}
     back = wire.decode(wire.encode(value))
-    assert back.keys() == value.keys() and back["whole"].dtype == dtype
-    for name in ("whole", "view", "none", "scalar"):
-        assert back[name].shape == value[name].shape and torch.equal(back[name], value[name])
-    assert all(torch.equal(row, whole[1]) for row in back["row"])
+    torch.testing.assert_close(back, value, rtol=0, atol=0)
     gradient = torch.ones(2, requires_grad=True) * 2
     assert not wire.decode(wire.encode(gradient)).requires_grad
 
 
 @pytest.mark.parametrize("value", [{1, 2}, object(), b"bytes", [lambda: 0], {"x": 1j}, torch.float32])
 def test_other_kinds_are_refused_by_name(value):
-    with pytest.raises(TypeError, match="cannot be sent: send numbers, texts or tensors"):
+    with pytest.raises(TypeError, match=r" of type \w+ cannot be sent"):
         wire.encode(value)
-
-
-# ---- who is missing ----
 
 
 def test_a_process_that_ended_is_not_alive_though_its_parent_has_not_asked():
@@ -70,14 +60,14 @@ def test_a_process_that_ended_is_not_alive_though_its_parent_has_not_asked():
 def test_those_that_are_gone_or_late_are_named(monkeypatch):
     monkeypatch.setattr(peers, "EXIT_SECONDS", 0.0)
     store = dist.HashStore()
-    first = peers.Peers(0, 3, store, 0.5)
-    assert first.missing() == "a rank did not come as far as its first meeting"  # and nobody waits for its name
+    assert "first meeting" in peers.Peers(0, 3, store, 0.5).missing()  # and nobody waits for its name
     three = [peers.Peers(rank, 3, store, 0.5) for rank in range(3)]
     for rank in (0, 1, 2, 0, 2):
         three[rank].arrive()
     host = store.get("process1").decode().split(" ")[1]
-    said = f"rank 1 (process {os.getpid()} on {host}) did not come within 0.5 minutes; if it is only slow, raise"
-    assert three[0].missing() == said + " TIMEOUT_MINUTES"
+    said = three[0].missing()
+    assert said.startswith(f"rank 1 (process {os.getpid()} on {host}) did not come within 0.5 minutes")
+    assert said.endswith("raise TIMEOUT_MINUTES")
     store.set("process2", f"{2**22 + 1} {host}")  # above the largest process number
     assert three[0].missing() == f"rank 2 (process {2**22 + 1}) is gone"
     store.set("process2", f"{2**22 + 1} elsewhere")  # what another machine runs cannot be seen
@@ -86,24 +76,30 @@ def test_those_that_are_gone_or_late_are_named(monkeypatch):
     assert three[0].missing() == ""
 
 
-# ---- one run per folder ----
+@pytest.fixture
+def unclaimed(monkeypatch):
+    """Nothing is claimed yet; called again, as another process would see it."""
+
+    def forget() -> None:
+        monkeypatch.setattr(storage, "_claimed", {})
+
+    forget()
+    return forget
 
 
-def test_a_folder_is_kept_by_one_process_until_it_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "_claimed", {})
+def test_a_folder_is_kept_by_one_process_until_it_ends(tmp_path, unclaimed):
     storage.claim(tmp_path / "run")
     storage.claim(tmp_path / "run" / ".." / "run")  # the same, and its own
     held = storage._claimed
-    monkeypatch.setattr(storage, "_claimed", {})  # as another process would see it
-    with pytest.raises(ValueError, match=rf"another run uses it \(process {os.getpid()} on .*\); give another out_dir"):
+    unclaimed()
+    with pytest.raises(ValueError, match=rf"another run uses it \(process {os.getpid()} on .*give another out_dir"):
         storage.claim(tmp_path / "run")
     for file in held.values():
         file.close()  # as the kernel does when a process ends, however it does
     storage.claim(tmp_path / "run")
 
 
-def test_a_forked_process_does_not_hold_the_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "_claimed", {})
+def test_a_forked_process_does_not_hold_the_folder(tmp_path, unclaimed):
     storage.claim(tmp_path)
     (held,) = storage._claimed.values()
     ready, begun = os.pipe()
@@ -124,8 +120,7 @@ def test_a_forked_process_does_not_hold_the_folder(tmp_path, monkeypatch):
         os.waitpid(child, 0)
 
 
-def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "_claimed", {})
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path, unclaimed):
     (tmp_path / "mine").write_text("kept")
     (tmp_path / storage.LOCK).symlink_to(tmp_path / "mine")
     with pytest.raises(ValueError, match="cannot be written"):
@@ -133,9 +128,7 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path, monkeypatch):
     assert (tmp_path / "mine").read_text() == "kept"
 
 
-def test_a_disk_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(storage, "_claimed", {})
-
+def test_a_disk_without_locks_is_used_with_a_warning(tmp_path, unclaimed, monkeypatch, capsys):
     def without(file, how):
         raise OSError(errno.ENOLCK, "No locks available")
 

@@ -1,0 +1,20 @@
+"""Records the golden runs of tests/golden/ again and shows what has changed; commit the files if it should have.
+
+Run: python scripts/dev/golden.py             all cases, about five minutes on two cores
+     python scripts/dev/golden.py gspo        those whose name holds a word
+
+Each case is printed as `as recorded`, `new`, or with the numbers that differ. On a machine of a family that has not
+recorded them yet, a case that agrees within rounding keeps its numbers and gets one more checksum.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+if __name__ == "__main__":
+    words = " or ".join(sys.argv[1:]) or "recorded"
+    arguments = ["--record", "-n", "0", "-q", "-s", "-m", "", "-k", f"test_a_run_is_the_recorded_one and ({words})"]
+    sys.exit(pytest.main([*arguments, str(ROOT / "tests" / "test_golden.py")]))

@@ -5,6 +5,7 @@ import functools
 from types import SimpleNamespace
 
 import pytest
+import test_logprobs
 import torch
 from bounds import assert_rounded, rounding
 from conftest import build_model, build_tokenizer, tiny_model
@@ -31,6 +32,7 @@ MODELS = {  # other sizes of the hidden states and of the vocabulary, biases, so
     "wide_phi": lambda: tiny_model("phi", hidden_size=48, vocab_size=72, num_hidden_layers=1, num_key_value_heads=4),
 }
 K = 5
+tensor_cores = test_logprobs.tensor_cores  # a fixture
 
 
 @functools.cache
@@ -246,7 +248,9 @@ def test_without_gradients_the_values_are_the_same_and_none_is_made(monkeypatch)
 
 @pytest.mark.parametrize("kind", ["states", "top_k"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_half_precision_gradients_are_close_to_those_of_fp32(dtype, kind):
+@pytest.mark.parametrize("fixture", ["tokenizer", "tensor_cores"], ids=["as on a CPU", "as on a GPU"])
+def test_in_half_precision_gradients_are_close_to_those_of_fp32(request, fixture, dtype, kind):
+    request.getfixturevalue(fixture)
     student, teacher = (copy.deepcopy(x).to(dtype) for x in (model_of("phi"), model_of("wide", 1)))
     found = trained(student, teacher, kind)
     other = trained(copy.deepcopy(student).float(), copy.deepcopy(teacher).float(), kind)  # of rounded weights, too
@@ -285,7 +289,7 @@ def test_small_weights_lose_nothing(dtype, scale):
         assert ((one.double() - other.double()).abs() <= bound).all()
 
 
-def loss_memory(kind, dtype, chunk, monkeypatch, N=48, V=3000, H=8) -> float:
+def loss_memory(kind, dtype, chunk, monkeypatch, N=96, V=3000, H=8) -> float:
     """Peak of forward and backward, beyond what has to be there, in chunks of fp32 logits."""
     monkeypatch.setattr(head, "CHUNK_TOKENS", chunk)
     hidden, weight, theirs, states, ids = states_and_heads(dtype, N, V, H)

@@ -375,6 +375,7 @@ def test_graphs_are_kept_as_long_as_memory_stays_where_it_is(as_on_gpu):
     assert new_graphs(temperature=0.5) > 0 and len(decoder.graphs) > first  # another distribution, beside the others
     assert new_graphs(1, 0, PROMPTS[:2]) > 0 and new_graphs() == 0  # smaller
     move(model)  # weights that change where they are
+    assert new_graphs() == 0
     assert_same(generate(sampler, 4), generate(Sampler([model], **OPTIONS), 4))
     model.model.norm.weight.data = model.model.norm.weight.data.clone()  # and elsewhere
     assert new_graphs() == len(decoder.graphs) > 0

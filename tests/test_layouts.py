@@ -48,6 +48,8 @@ def test_roles_of_a_distillation():
     assert roles(constants, GKD) == {"student": (2, 3), "rollout": (2, 3), "teacher": (4, 5, 6, 7)}
     separate = roles({**constants, "ROLLOUT_GPU_IDS": (0, 1)}, {**GKD, "teacher_url": "http://127.0.0.1:15555"})
     assert separate == {"student": (2, 3), "rollout": (0, 1)}
+    del constants["TEACHER_GPU_IDS"]
+    assert roles(constants, GKD)["teacher"] == (2,)  # beside the first of the student's
 
 
 def test_every_rank_has_its_own_gpu_where_a_constant_is_none():

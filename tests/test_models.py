@@ -195,7 +195,7 @@ WORDS = ["<start>", "<eos>", *"abcdefgh"]
 
 
 def sized_model(size) -> GPT2LMHeadModel:
-    """A model with tied embeddings of `size` rows, more than columns, or new rows would be a mean; names no pad token."""
+    """Tied embeddings of more rows than columns, or a new row would be their mean; no pad token is named."""
     torch.manual_seed(0)
     return GPT2LMHeadModel(
         GPT2Config(vocab_size=size, n_embd=4, n_layer=1, n_head=2, n_positions=32, eos_token_id=1, pad_token_id=None,

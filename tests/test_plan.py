@@ -214,7 +214,7 @@ def test_offloaded_state_is_pinned_by_every_process(models):
     assert "AdamW" not in during.but(num_minibatches=1).gpus[0].phases["loss"]
     assert "AdamW" not in always.gpus[0].phases["loss"]
     assert always.gpus[0].phases["step"]["streamed state"] < state / 10
-    assert not always.within(100 * GIB, host=32 * GIB).fits() and always.within(100 * GIB, host=64 * GIB).fits()
+    assert not always.within(100 * GIB, host=36 * GIB).fits() and always.within(100 * GIB, host=64 * GIB).fits()
 
 
 def test_shards_and_the_copy_that_samples(models):
@@ -256,7 +256,8 @@ def test_a_teacher_on_two_gpus_and_one_that_waits_in_cpu_memory(models):
     away = plan.of(cfg, roles | {"teacher": (0,)})
     assert away.gpus[0].always["weights"] == 0 and away.gpus[0].always["teacher"] == 2 * 151936 * 1536
     assert away.gpus[0].phases["teacher"]["teacher"] == teacher - 2 * 151936 * 1536
-    assert away.gpus[0].phases["rollout"]["weights"] == student and away.host > student
+    assert away.gpus[0].phases["rollout"]["weights"] == student
+    assert away.host == student + teacher - 2 * 151936 * 1536
     two = plan.of(cfg, {"student": (0, 1), "rollout": (0, 1), "teacher": (0,)})
     assert two.host - away.host == pytest.approx(student, abs=2)  # every replica of a student takes CPU memory
 

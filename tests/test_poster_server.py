@@ -76,7 +76,8 @@ class Client:
         return requests.get(self.url + path, headers=headers, timeout=SOON)
 
     def post(self, path: str, body, **options) -> requests.Response:
-        return requests.post(self.url + path, **{"json" if isinstance(body, dict) else "data": body}, **options)
+        content = {"json" if isinstance(body, dict) else "data": body}
+        return requests.post(self.url + path, **content, **{"timeout": 5 * SOON, **options})
 
     def scored(self, items: list[dict]) -> list[dict]:
         answer = self.post(MANY, {"items": items})

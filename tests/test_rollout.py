@@ -351,7 +351,7 @@ def test_replicas_give_the_same_tokens_as_one_model(policies, num_prompts, num_r
 
 
 @pytest.mark.parametrize("engine", [True, False])
-def test_every_replica_takes_part_and_follows_new_weights(policies, capsys, engine):
+def test_every_replica_takes_part(policies, capsys, engine):
     model, seen = copy.deepcopy(policies["qwen2"]), []
     replicas = models.replicate(model, (CPU,) * 2)
     sampler = make_sampler(replicas, engine, max_new_tokens=3)

@@ -163,7 +163,7 @@ def test_the_warm_start_leaves_room_to_learn_and_its_teacher_is_right_nearly_alw
 # ---- cache ----
 
 
-def test_trained_once_then_cached_also_in_the_default_place(quick, capsys, monkeypatch, tmp_path):
+def test_trained_once_then_cached(quick, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = toy.folder()
     said = capsys.readouterr().out

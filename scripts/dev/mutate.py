@@ -1,0 +1,423 @@
+"""Do the tests find faults? Puts 60 small ones into copies of this project, one at a time, and runs the tests on each.
+
+Run:  python scripts/dev/mutate.py --out faults.md                  all faults, and all tests but the slow ones
+      python scripts/dev/mutate.py --out faults.md --first-only     only the test files that each fault names
+      python scripts/dev/mutate.py --out faults.md --resume         goes on where a run ended
+      python scripts/dev/mutate.py kl-sign rng-lost                 these alone
+      python scripts/dev/mutate.py --root ../other --out other.md   the same faults in another checkout, and its tests
+
+Exit code 1: fewer faults were found than NEEDED. The checkout itself is never changed.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+NEEDED = 54
+FIRST_LIMIT, REST_LIMIT = 900, 7200  # seconds; what takes longer hangs
+# test_copies.py compares the text of scripts with their copies: it finds every edit, whatever that does
+NO_PROOF = "copies"
+# Built-in models, which are trained once: with a fault they would be others, and in every run they would take long
+MODELS = """
+from common import toy
+from grpo.poster import toys
+
+for module in (toy, toys):
+    list(map(module.folder, module.STEPS))
+"""
+
+
+class Mutation(NamedTuple):
+    """A fault that changes what is computed, on the CPU too, and that no import or type tells of."""
+
+    name: str
+    kind: str  # sign, factor, swap, off by one, mask, dtype, sync, state (forgotten, or not brought back), check (lost)
+    file: str  # its name alone, so that files may move
+    old: str  # stands in it once
+    new: str
+    first: str  # test files to try first, the cheapest that finds it in front
+
+
+# fmt: off
+MUTATIONS = [Mutation(*fields) for fields in (
+    # losses, log-probabilities, sampling
+    ("kl-sign", "sign", "losses.py", "return torch.exp(-d) + d - 1", "return torch.exp(d) - d - 1", "losses"),
+    ("clip-ends", "swap", "losses.py", "ratio.clamp(1 - epsilon_low, 1 + epsilon_high) *",
+     "ratio.clamp(1 - epsilon_high, 1 + epsilon_low) *", "losses"),
+    ("cispo-gradient", "factor", "losses.py", "ratio.detach().clamp(max=cap)", "ratio.clamp(max=cap)", "losses"),
+    ("advantages-fp32", "dtype", "advantages.py", "rewards = rewards.double()", "rewards = rewards.float()",
+     "advantages"),
+    ("jsd-weights", "swap", "divergences.py", "logp + math.log(beta), logq + math.log1p(-beta)",
+     "logp + math.log1p(-beta), logq + math.log(beta)", "divergences"),
+    ("top-p-edge", "off by one", "sampling.py", "probabilities.cumsum(-1) - probabilities < sampling.top_p",
+     "probabilities.cumsum(-1) < sampling.top_p", "sampling"),
+    ("logps-shift", "off by one", "logprobs.py", "prompt_m[row_N] + place_N - 1", "prompt_m[row_N] + place_N",
+     "logprobs"),
+    ("window-of-layers", "swap", "attention.py", "self.window = min(self.window,", "self.window = max(self.window,",
+     "attention"),
+    ("head-temperature", "factor", "head.py", "factor_N = grad_N / temperature", "factor_N = grad_N", "logprobs"),
+    # rollouts
+    ("one-end-token", "mask", "engine.py", "(tokens[:, None] == self.end).any(1)", "(tokens == self.end[0])",
+     "rollout"),
+    ("cache-keeps-keys", "sync", "cache.py", "for cache in pool:", "for cache in pool[:1]:", "engine"),
+    ("cache-mask", "off by one", "cache.py", "device=self.device) <= position[:, None]",
+     "device=self.device) < position[:, None]", "engine"),
+    ("text-cut-off", "off by one", "rollout.py", "ids[: length if truncated else length - 1]", "ids[: length - 1]",
+     "rollout"),
+    ("drop-forgets", "mask", "rollout.py", "self.trained = self.trained & ~rows", "self.trained = ~rows", "rollout"),
+    ("image-positions", "swap", "images.py", "start += max(h, w)", "start += min(h, w)", "images"),
+    # data and rewards
+    ("answer-as-float", "dtype", "data.py", "str(int(Decimal(repr(value)))) if", "str(int(value)) if", "data"),
+    ("list-without-order", "check", "answers.py", "unmatched[:1] if is_ordered else unmatched", "unmatched", "rewards"),
+    ("percent", "factor", "answers.py", '/ (100 if number.endswith("%") else 1)', "", "rewards"),
+    ("weight-0-counts", "mask", "rewards.py", "weight * scores[name] if weight else 0.0", "weight * scores[name]",
+     "rewards"),
+    ("overlong-sign", "sign", "rewards.py", "(max_new_tokens - cache - lengths)", "(lengths - max_new_tokens + cache)",
+     "rewards grpo"),
+    ("cluster-sign", "sign", "similarity.py", "_sizes(labels, positive).to(rewards.dtype).pow(-alpha)",
+     "_sizes(labels, positive).to(rewards.dtype).pow(alpha)", "similarity"),
+    ("vector-length", "factor", "embedder.py", "vectors[rows_of[text]] = vector / length",
+     "vectors[rows_of[text]] = vector", "embedder"),
+    # models and memory
+    ("replica-gradients", "sync", "models.py", "arrived if first.grad is None else first.grad.add_(arrived)", "arrived",
+     "models"),
+    ("adapter-seed", "sync", "lora.py", "torch.manual_seed(SEED)", "torch.manual_seed(torch.initial_seed())", "lora"),
+    ("adapters-twice", "factor", "merging.py", "layer._disable_adapters = True  # or",
+     "layer._disable_adapters = False  #", "lora"),
+    ("masters-bf16", "dtype", "optim.py", "torch.empty_like(self._own(i), dtype=torch.float32)",
+     "torch.empty_like(self._own(i))", "optim"),
+    ("skipped-step-counts", "state", "optim.py", "self._steps += 1.0 - found_inf", "self._steps += 1.0", "optim"),
+    ("sharded-mean", "factor", "sharding.py", "set_gradient_divide_factor(1.0)",
+     "set_gradient_divide_factor(float(distributed.num_ranks()))", "sharding"),
+    ("offload-stale", "state", "offload.py", "if first or not self.frozen:", "if first:", "distillation"),
+    ("metrics-twice", "state", "memory.py", "log.back(mark)", "log.mark()", "memory"),
+    # distillation
+    ("softcap-slope", "factor", "distillation.py", "(1 - (logits_nV / softcap) ** 2)", "(1 - logits_nV / softcap)",
+     "distillation"),
+    ("end-left-out", "off by one", "offpolicy.py", "enumerate(ids, 1) if token in", "enumerate(ids) if token in",
+     "offpolicy"),
+    ("other-teacher", "check", "teachers.py", 'notes.get("teacher", teacher.weights)',
+     'notes.get("teacher_weights", teacher.weights)', "distillation"),
+    ("answer-of-another", "check", "teacher_client.py", 'if metadata.get("identity") != identity(self.info):',
+     'if not metadata.get("identity"):', "teacher_server"),
+    ("not-ready", "check", "service.py", "(429, 502, 503, 504)", "(429, 502, 504)", "reward_client fuzz_servers"),
+    ("tuples-lost", "dtype", "wire.py", "return tuple(_value(inner, tensors))", "return _value(inner, tensors)",
+     "wire"),
+    ("lock-shared", "sync", "storage.py", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB", "wire"),
+    ("failure-is-0", "mask", "reward_client.py", "math.nan if result is None else float",
+     "0.0 if result is None else float", "reward_client"),
+    # a run and what it writes
+    ("one-checkpoint-less", "off by one", "checkpoint.py", "[: -cfg.keep_checkpoints]:",
+     "[: 1 - cfg.keep_checkpoints]:", "checkpoint"),
+    ("rng-lost", "state", "checkpoint.py", "    _restore_rng(rng)", "    _rng_state()", "checkpoint"),
+    ("lines-of-last-step", "off by one", "metrics.py", '["step"] <= last_step', '["step"] < last_step', "metrics"),
+    ("guard-late", "off by one", "guards.py", "if len(steps) >= self._cfg.collapse_steps}",
+     "if len(steps) > self._cfg.collapse_steps}", "guards"),
+    ("infinite-option", "check", "config.py", " and name in MAY_BE_INFINITE)", ")", "numbers"),
+    ("last-gradient", "sync", "distributed.py", "        if bucket:\n", "        if size > BUCKET_ELEMENTS:\n",
+     "distributed"),
+    ("error-is-result", "check", "background.py", "future.set_exception(error)", "future.set_result(error)",
+     "reward_client"),
+    # plans
+    ("pinned-memory", "check", "plan.py", "plan.pinned <= USABLE * plan.host_capacity and all(", "all(", "plan"),
+    ("masters-of-fp32", "dtype", "footprint.py", "masters = 4 if self.size == 2 and",
+     "masters = 4 if self.size == 4 and", "plan"),
+    ("reference-of-adapters", "mask", "layouts.py", ' > 0 and not getattr(cfg, "lora_rank", 0):', " > 0:", "layouts"),
+    ("shared-gpu", "check", "devices.py", " and not set(student) & set(copies)", "", "devices"),
+    ("advice-cost", "sign", "advice.py", "HALVED * halved\n", "-HALVED * halved\n", "plan"),
+    # posters
+    ("layers-cut", "swap", "layout.py", "min(MAX_LAYERS, 4 * len(truth.layers) + 8)",
+     "max(MAX_LAYERS, 4 * len(truth.layers) + 8)", "poster_layout"),
+    ("layers-for-free", "mask", "reward.py", "total = emitted + len(truth)", "total = len(seen) + len(truth)",
+     "poster_reward"),
+    ("classes", "swap", "convert.py", '"pku": {1: "text", 2: "logo",', '"pku": {1: "logo", 2: "text",', "poster_data"),
+    ("path-leads-out", "check", "records.py", "path.is_relative_to(root) and path.is_file()", "path.is_file()",
+     "poster_data"),
+    # training scripts
+    ("gspo-no-drop", "mask", "gspo.py", "                micro.drop(left_out_B[micro.rows])\n", "", "golden parity"),
+    ("gspo-multigpu-sync", "sync", "gspo_multigpu.py", "                    models.refresh(trained)\n", "",
+     "golden memory"),
+    ("grpo-ddp-sync", "sync", "grpo_ddp.py", "distributed.sum_gradients(optimizer.params)", "pass",
+     "golden grpo"),
+    ("gkd-sides", "sign", "gkd.py", "advantages_mC = micro.teacher_token_logps - micro.old_logps",
+     "advantages_mC = micro.old_logps - micro.teacher_token_logps", "golden gkd"),
+    ("similarity-unused", "state", "similarity_grpo.py", "group_advantages(shaped_AG, cfg.scale)",
+     "group_advantages(rewards_AG, cfg.scale)", "similarity"),
+    ("poster-ranks", "sync", "poster_grpo.py", "by_rank[rank].flatten()", "by_rank[0].flatten()", "poster_grpo"),
+)]
+# fmt: on
+
+
+@dataclasses.dataclass
+class Result:
+    """What became of a fault; `mutation` as it was tried, so that a changed one is tried again."""
+
+    mutation: list[str]
+    found_by: str  # id of a test, or that a file hung; "": not found
+    seconds: float
+    tried: str  # test files, or "all"
+
+
+def place(root: Path, mutation: Mutation) -> tuple[Path, str]:
+    """The file of a mutation, relative to the root, and its text with the fault.
+
+    Raises:
+        ValueError: the file, or the text to be replaced, is not there exactly once.
+    """
+    paths = [path for path in tracked(root) if path.name == mutation.file]
+    if len(paths) != 1:
+        raise ValueError(f"mutation {mutation.name}: {len(paths)} files {mutation.file}, must be 1: give its new name")
+    text = (root / paths[0]).read_text(encoding="utf-8")
+    if (count := text.count(mutation.old)) != 1 or mutation.new == mutation.old:
+        raise ValueError(
+            f"mutation {mutation.name}: {mutation.old!r} stands {count} times in {paths[0]}, must be once; take a line "
+            "of the present code that means the same, and another in its place"
+        )
+    return paths[0], text.replace(mutation.old, mutation.new)
+
+
+def tracked(root: Path) -> list[Path]:
+    """The files that git knows and that are there."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, check=True, capture_output=True).stdout.decode()
+    return [Path(name) for name in listed.split("\0") if name and (root / name).is_file()]
+
+
+def copy(root: Path, folder: Path) -> Path:
+    """A copy of the tracked files, as they are in the working tree."""
+    for path in tracked(root):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(root / path, folder / path)
+    return folder
+
+
+def put(path: Path, text: str) -> None:
+    """Writes a file, and forgets what Python has compiled of it: of equal size and second, it would run the old one."""
+    path.write_text(text, encoding="utf-8")
+    for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
+        compiled.unlink()
+
+
+class Tests:
+    """Runs pytest in a copy."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace):
+        self.folder, self.options, self.pid = folder, options, 0  # of pytest, while it runs
+        self.files = {path.stem: path for path in (folder / "tests").rglob("test_*.py")}
+
+    def named(self, first: str) -> list[str]:
+        """Paths of the files of `Mutation.first` that there are."""
+        paths = [self.files.get(f"test_{name}") for name in first.split()]
+        return [str(path.relative_to(self.folder)) for path in paths if path]
+
+    def run(self, arguments: list[str], limit: float, stop: bool = True, own_cache: bool = True) -> str:
+        """What failed first: "" if nothing did.
+
+        Args:
+            arguments: files, and what else pytest takes.
+            limit: seconds.
+            stop: at the first failure; otherwise all that failed, in lines.
+            own_cache: built-in models that a mutated project trains are not for others.
+        """
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=no", "-rfE"]
+        command += arguments + ["-x"] * stop + [f"--deselect={test}" for test in self.options.deselect]
+        command += ["-m", self.options.marks] if self.options.marks else []
+        with tempfile.TemporaryDirectory(dir=self.folder.parent) as scratch:
+            environment = {**os.environ, "TMPDIR": scratch, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+            if own_cache:
+                cache = Path(os.environ.get("RL_HAND_CACHE") or "~/.cache/rl_hand").expanduser()
+                environment["RL_HAND_CACHE"] = f"{scratch}/cache"
+                os.mkdir(f"{scratch}/cache")
+                for made in cache.glob("*"):
+                    os.symlink(made, f"{scratch}/cache/{made.name}")
+            with open(f"{scratch}/output.txt", "w+b") as file:
+                process = subprocess.Popen(command, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL,
+                                           stdout=file, stderr=file, start_new_session=True)  # fmt: skip
+                self.pid, end = process.pid, time.monotonic() + limit
+                # not reaped before all of its family is ended: until then its number stays its own
+                look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+                try:
+                    while not (ended := os.waitid(os.P_PID, self.pid, look)) and time.monotonic() < end:
+                        time.sleep(0.1)
+                finally:
+                    kill(self.pid)
+                    self.pid, code = 0, process.wait()
+                file.seek(0)
+                output = file.read().decode(errors="replace")
+        if not ended:
+            return f"hang: {' '.join(arguments)[:80]} did not end in {limit:g} s"
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - .*)?$", output, re.MULTILINE)
+        if code not in (0, 5) and not failed:  # not the tests' doing; with failures, it may abort at its exit
+            raise RuntimeError(f"pytest {' '.join(arguments)[:80]} ended with {code}: {output[-500:]}")
+        return failed[0] if failed and stop else "\n".join(failed)
+
+
+def kill(pid: int) -> None:
+    """Ends a process, those it started, and those these started, in whatever session."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    family = [pid]
+    for member in family:  # which grows meanwhile
+        family += [child for child, parent in parents.items() if parent == member]
+    for member in family:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # children of those that had ended already
+        os.killpg(pid, signal.SIGKILL)
+
+
+def attempt(mutation: Mutation, tests: Tests) -> Result:
+    """Puts a fault into a copy, runs the tests, and takes it out again."""
+    path, text = place(tests.options.root, mutation)
+    target, first, start = tests.folder / path, tests.named(mutation.first), time.monotonic()
+    before = target.read_text(encoding="utf-8")
+    put(target, text)
+    try:
+        found, tried = "", " ".join(first) or f"no file of {mutation.first!r}"
+        for file in first:
+            if found := tests.run([file], FIRST_LIMIT):
+                break
+        if not found and not tests.options.first_only:
+            left_out = [*first, *tests.named(NO_PROOF)]
+            found, tried = tests.run(["tests", *(f"--ignore={file}" for file in left_out)], REST_LIMIT), "all"
+    finally:
+        put(target, before)
+    return Result(list(mutation), found, round(time.monotonic() - start, 1), tried)
+
+
+def table(results: dict[str, Result]) -> str:
+    """The results as a page."""
+    rows = [["mutation", "kind", "file", "found by", "s"], ["---"] * 5]
+    for mutation in MUTATIONS:
+        if result := results.get(mutation.name):
+            found = f"`{result.found_by}`" if result.found_by else f"**NOT FOUND** in {result.tried}"
+            rows.append([*mutation[:3], found.replace("|", "\\|"), f"{result.seconds:.0f}"])
+    count = sum(bool(result.found_by) for result in results.values())
+    head = f"{count} of {len(results)} faults found, out of a list of {len(MUTATIONS)}.\n\n"
+    return head + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def write(results: dict[str, Result], out: Path | None) -> None:
+    """Writes the page, and beside it the results as they are read by `known`."""
+    if out:
+        out.write_text(table(results), encoding="utf-8")
+        lines = [json.dumps(dataclasses.asdict(result)) + "\n" for result in results.values()]
+        out.with_suffix(".jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def void(results: dict[str, Result], tests: Tests) -> None:
+    """Takes back what was found by tests that fail without a fault, too."""
+    found = sorted({r.found_by for r in results.values() if r.found_by.startswith("tests/")})
+    failed = tests.run(found, REST_LIMIT, False, False).splitlines() if found else []
+    for result in results.values():
+        if result.found_by in failed:
+            result.found_by, result.tried = "", f"{result.tried}; {result.found_by} fails without a fault, too"
+
+
+def known(out: Path) -> dict[str, Result]:
+    """Results of a former run, of mutations that are as they were."""
+    file = out.with_suffix(".jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    results = {line["mutation"][0]: Result(**line) for line in lines}
+    own = {mutation.name: list(mutation) for mutation in MUTATIONS}
+    same = {name: r for name, r in results.items() if name in own and own[name][2:5] == r.mutation[2:5]}
+    # other test files are another chance for what was not found
+    return {name: r for name, r in same.items() if r.found_by or own[name][5] == r.mutation[5]}
+
+
+def main() -> int:
+    """Reads the command line; gives the exit code."""
+    names = [mutation.name for mutation in MUTATIONS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="mutations; all by default")
+    parser.add_argument("--first-only", action="store_true", help="no tests but those of the files to try first")
+    parser.add_argument("--jobs", type=int, default=1, help="mutations at a time")
+    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[2], help="checkout to copy")
+    parser.add_argument("--marks", default="", help="expression for pytest -m; by default that of pyproject.toml")
+    parser.add_argument("--out", type=Path, help=".md to be written; results are kept beside it, in .jsonl")
+    parser.add_argument("--resume", action="store_true", help="keep the results of --out, and try what is not in them")
+    parser.add_argument("--deselect", action="append", default=[], metavar="TEST", help="a test that fails anyway")
+    parser.add_argument("--check", choices=("before", "after"), default="before", help="try the tests without a fault: "
+                        "all before, or, which takes less, those that found one afterwards")  # fmt: skip
+    options = parser.parse_args()
+    options.root = options.root.resolve()
+    if odd := sorted({*options.names} - {*names}):
+        parser.error(f"mutations {odd}: must be of the list; {', '.join(names)}")
+    try:
+        for mutation in MUTATIONS:
+            place(options.root, mutation)
+    except ValueError as error:
+        parser.error(str(error))
+    results = known(options.out) if options.resume and options.out else {}
+    wanted = [m for m in MUTATIONS if (m.name in options.names if options.names else m.name not in results)]
+    results = {name: result for name, result in results.items() if name not in {m.name for m in wanted}}
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # which leaves the blocks below in order
+    todo: queue.SimpleQueue[Mutation] = queue.SimpleQueue()
+    for mutation in wanted:
+        todo.put(mutation)
+    lock, errors = threading.Lock(), []
+    # where nothing is left behind, whatever ends the run
+    with tempfile.TemporaryDirectory(prefix="mutate-", ignore_cleanup_errors=True) as scratch:
+        workers = [Tests(copy(options.root, Path(scratch) / f"copy{i}"), options) for i in range(max(1, options.jobs))]
+        if wanted:
+            subprocess.run([sys.executable, "-c", MODELS], cwd=workers[0].folder, check=True)
+        if wanted and options.check == "before":
+            first = workers[0].named(" ".join(dict.fromkeys(" ".join(m.first for m in wanted).split())))
+            print("trying the tests without a fault", flush=True)
+            if failed := workers[0].run(first if options.first_only else ["tests"], REST_LIMIT, False, False):
+                print(f"these tests fail without a fault, so they prove nothing: mend or --deselect them\n{failed}")
+                return 2
+
+        def work(tests: Tests) -> None:
+            while not errors:
+                try:
+                    mutation = todo.get_nowait()
+                except queue.Empty:
+                    return
+                try:
+                    result = attempt(mutation, tests)
+                except BaseException as error:
+                    errors.append(error)
+                    raise
+                with lock:
+                    results[mutation.name] = result
+                    write(results, options.out)
+                    print(f"{mutation.name}: {result.found_by or 'NOT FOUND'} ({result.seconds:.0f} s)", flush=True)
+
+        threads = [threading.Thread(target=work, args=(tests,), daemon=True) for tests in workers]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:  # Ctrl-C does not reach what runs in sessions of its own
+            errors.append(None)
+            for pid in filter(None, [tests.pid for tests in workers]):
+                kill(pid)
+        if any(errors):
+            return 2
+        if options.check == "after":
+            void(results, workers[0])
+            write(results, options.out)
+    print(table(results))
+    tried = {m.name: results[m.name] for m in wanted if m.name in results} if options.names else results
+    return int(sum(bool(result.found_by) for result in tried.values()) < min(NEEDED, len(tried)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import functools
 import itertools
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from bounds import assert_rounded, rounding
 from conftest import TINY, tiny_model
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common import attention
@@ -62,9 +60,6 @@ def test_packed_sequences_are_sequences_alone(kind):
     assert [layer.module for layer in support.layers] == [
         module for module in model.modules() if type(module).__name__.endswith("Attention")
     ]
-    heads = {"llama": (2, 8, 2), "qwen3": (2, 16, 2), "gpt2": (4, 8, 1)}
-    if kind in heads:
-        assert {(x.num_heads, x.head_size, x.queries_per_key) for x in support.layers} == {heads[kind]}
     blocks = decoder_layers(model, support)
     assert blocks == [m for m in model.modules() if type(m).__name__.endswith(("DecoderLayer", "Block"))]
     assert len(blocks) == 2 and all(isinstance(block, GradientCheckpointingLayer) for block in blocks)
@@ -96,18 +91,15 @@ def test_a_saved_model_does_not_tell(tmp_path):
     plain = tiny_model("llama")
     model = copy.deepcopy(plain)
     install(model)
-    plain.save_pretrained(tmp_path / "plain")
-    model.save_pretrained(tmp_path / "installed")
-    files, others = ({path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
-                     for folder in ("plain", "installed"))  # fmt: skip
-    assert "config.json" in files and files == others
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "installed")
-    assert loaded.config._attn_implementation == "sdpa"
+    files = []
+    for folder, one in ((tmp_path / "plain", plain), (tmp_path / "installed", model)):
+        one.save_pretrained(folder)
+        files.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert "config.json" in files[0] and files[0] == files[1]
 
 
 @pytest.mark.parametrize(("kind", "options", "window"), [
     ("mistral", dict(sliding_window=6), 6),
-    ("mistral", dict(sliding_window=4096), 4096),
     ("qwen2", dict(use_sliding_window=True, sliding_window=6, layer_types=["full_attention", "sliding_attention"]), 6),
     ("qwen2", dict(use_sliding_window=False, sliding_window=6), FULL),
     ("llama", dict(rope_parameters={**ROPE, "rope_type": "linear"}), FULL),
@@ -140,22 +132,16 @@ def a_convolution(model):
     model.model.layers[0].mlp.register_forward_hook(mix)
 
 
-def sinks(model):  # transformers' own attention ignores them: the numbers would agree
-    for layer in model.model.layers:
-        layer.self_attn.forward = functools.partial(layer.self_attn.forward, s_aux=torch.zeros(4))
-
-
 @pytest.mark.parametrize(("kind", "options", "change", "reason"), [
     ("falcon", {}, None, "does not go through the attention interface"),
     ("lfm2", dict(layer_types=["conv", "full_attention"]), None, "layers of another kind (conv)"),
-    ("mixtral", {}, None, "mixture of experts"),
+    ("mixtral", {}, None, "mixture of experts"),  # which has another name for their number
     ("qwen3_moe", dict(num_experts=2, num_experts_per_tok=2, moe_intermediate_size=16), None, "mixture of experts"),
     ("gemma2", dict(head_dim=8), None, "soft-capped attention"),
     ("llama", dict(rope_parameters=ROPE, max_position_embeddings=16), None, "longest sequence"),
     ("llama", {}, other_heads, "differ in their number of heads"),
     ("llama", {}, a_layer_without_attention, "1 of its 2 layers"), ("llama", {}, a_convolution, "differ by "),
     ("llama", {}, lambda model: model.model.norm.weight.data.fill_(torch.nan), "differ by nan"),
-    ("llama", {}, sinks, "attention sinks"),
 ])  # fmt: skip
 @pytest.mark.parametrize("training", [False, True])
 def test_a_model_it_does_not_serve_is_left_as_it_was(kind, options, change, reason, training):
@@ -175,14 +161,13 @@ def test_a_model_it_does_not_serve_is_left_as_it_was(kind, options, change, reas
 def test_what_a_layer_asks_of_its_attention_is_written_down():
     query, key, zeros = torch.zeros(1, 6, 2, 8), torch.zeros(1, 2, 2, 8), torch.zeros(4)
     nothing = dict(softcap=None, s_aux=None, position_bias=None, dropout=0.0, is_causal=True)
-    sizes = "keys and values of different sizes"
-    for queries, value, asked, odd in (
-        (query, key, {}, []), (query, key, nothing, []), (query, key, dict(softcap=30.0), ["soft-capped attention"]),
-        (query, key, dict(s_aux=zeros), ["attention sinks"]), (query, key[..., :4], {}, [sizes]),
-        (query, key, dict(position_bias=zeros), ["a position bias"]), (torch.zeros(1, 6, 2, 16), key, {}, [sizes]),
+    for value, asked, odd in (
+        (key, nothing, []), (key, dict(softcap=30.0), ["soft-capped attention"]),
+        (key, dict(s_aux=zeros), ["attention sinks"]), (key, dict(position_bias=zeros), ["a position bias"]),
+        (key[..., :4], {}, ["keys and values of different sizes"]),
     ):  # fmt: skip
         probe = attention.Probe.of([2], CPU)
-        probe.record(None, queries, key, value, asked)
+        probe.record(None, query, key, value, asked)
         assert probe.odd == odd and probe.window == FULL and probe.seen == [attention.Layer(None, 2, 8, 3)]
     for window in (None, 9, 5, 7):  # the shortest counts
         probe.record(None, query, key, key, {"sliding_window": window})

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import itertools
 import json
 import statistics
 from concurrent.futures import ThreadPoolExecutor
@@ -22,56 +21,39 @@ SMALL = benchmark.Shape(layers=2, attention_width=6, kv_width=4, body=100, head=
 TEACHER = benchmark.Shape(layers=3, attention_width=8, kv_width=4, body=200, head=50)
 
 
-@pytest.fixture(scope="module")
-def work_dir(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("benchmark")
-
-
-def test_decode_bytes_count_what_every_step_reads():
+def test_bytes_and_flops_count_what_every_step_reads_and_every_product():
     prompts, group, prompt_tokens, new_tokens, itemsize = 3, 2, 5, 7, 2
     per_token = 2 * 2 * 4 * itemsize  # key and value, layers, width
-    steps = []
-    for t in range(new_tokens):
-        shared, own = prompts * prompt_tokens * per_token, prompts * group * t * per_token
-        steps.append((100 + 30) * itemsize + shared + own)
+    shared = (100 + 30) * itemsize + prompts * prompt_tokens * per_token
+    steps = [shared + prompts * group * t * per_token for t in range(new_tokens)]
     assert benchmark.decode_bytes(SMALL, prompts, group, prompt_tokens, new_tokens, itemsize) == statistics.mean(steps)
-
-
-def test_update_flops_count_every_product():
-    lengths, prompt_tokens, total = [3, 4, 8], 5, 0
+    lengths, total = [3, 4, 8], 0
     for length in lengths:
         tokens = prompt_tokens + length
         attention = 2 * 2 * tokens**2 / 2 * 6 * 2  # Q K^T and P V, the causal half, width, layers
         total += 3 * (2 * 100 * tokens + 2 * 30 * length + attention)  # a backward pass is two forward passes
     mean, variance = statistics.mean(lengths), statistics.pvariance(lengths)
     assert benchmark.update_flops(SMALL, 3, prompt_tokens, mean, variance) == pytest.approx(total)
+    # of the student weights, a master where they are in half precision, and two states; of the teacher weights
+    for kinds, each in (((2, 4, 2), 2 + 4 + 8), ((4, 4, 4), 4 + 8), ((2, 2, 2), 2 + 4)):
+        assert benchmark.resident_bytes(10, 7, *kinds) == 10 * each + 7 * kinds[2]
 
 
-@pytest.mark.parametrize(("name", "total", "head", "width", "kv_width"), [
-    ("qwen0.5b", 494_032_768, 151936 * 896, 896, 128),  # the counts of the models they are the shapes of
-    ("qwen1.5b", 1_543_714_304, 151936 * 1536, 1536, 256), ("smollm2", 134_515_008, 49152 * 576, 576, 192),
-])  # fmt: skip
-def test_shapes_are_those_of_the_models_they_are_named_after(tmp_path, name, total, head, width, kv_width):
-    benchmark.config_of(name).save_pretrained(tmp_path)
+def test_shapes_are_those_of_the_models_they_are_named_after(tmp_path):
+    benchmark.config_of("qwen0.5b").save_pretrained(tmp_path)
     shape = benchmark.shape_of(str(tmp_path))
-    assert (shape.body + shape.head, shape.head) == (total, head)
-    assert (shape.attention_width, shape.kv_width) == (width, kv_width)
-
-
-def test_an_untied_embedding_is_neither_body_nor_head(tmp_path):
+    assert (shape.body + shape.head, shape.head) == (494_032_768, 151936 * 896)
+    assert (shape.attention_width, shape.kv_width) == (896, 128)
+    # an untied embedding is neither body nor head
     sizes = dict(vocab_size=11, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
                  num_key_value_heads=1)  # fmt: skip
-    Qwen2Config(**sizes, tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
-    Qwen2Config(**sizes, tie_word_embeddings=False).save_pretrained(tmp_path / "untied")
-    tied, untied = (benchmark.shape_of(str(tmp_path / name)) for name in ("tied", "untied"))
+    shapes = []
+    for tie in (True, False):
+        Qwen2Config(**sizes, tie_word_embeddings=tie).save_pretrained(tmp_path)
+        shapes.append(benchmark.shape_of(str(tmp_path)))
+    tied, untied = shapes
     assert untied == dataclasses.replace(tied, embedding=88) and (tied.head, tied.embedding) == (88, 0)
     assert (tied.parameters, untied.parameters) == (tied.body + 88, tied.body + 2 * 88)
-
-
-def test_resident_bytes_count_what_stands_on_the_gpu_all_the_time():
-    # of the student weights, a master where they are in half precision, and two states; of the teacher weights
-    for kinds, each in (((2, 4, 2), 2 + 4 + 8), ((4, 4, 4), 4 + 8), ((4, 4, 2), 4 + 8), ((2, 2, 2), 2 + 4)):
-        assert benchmark.resident_bytes(10, 7, *kinds) == 10 * each + 7 * kinds[2]
 
 
 def line(step: int, rollout: float, update: float, **others) -> dict:
@@ -96,9 +78,9 @@ def test_numbers_are_medians_and_shares_of_what_the_card_can_do():
     assert numbers["mfu"] == pytest.approx(benchmark.update_flops(SMALL, 8, 5, 10) / 4 / 1e6)
 
     # what cannot be known is none
-    mixed = benchmark.Setting("tiny", 2, 4, 5, 10, "geometric")
     unknown = benchmark.summarise([line(1, 1.0, 1.0, memory_gib=[])], setting, CFG, SMALL, None, None)
     assert [unknown[name] for name in ("roofline_share", "mfu", "memory_gib")] == [None] * 3
+    mixed = benchmark.Setting("tiny", 2, 4, 5, 10, "geometric")
     numbers = benchmark.summarise([line(1, 1.0, 1.0)], mixed, CFG, SMALL, 1e6, 1e6)
     assert numbers["roofline_share"] is None
     assert numbers["update_flops"] == benchmark.update_flops(SMALL, 8, 5, 10, variance=4.0)
@@ -139,26 +121,6 @@ class FakeMemory:
         self.peak = self.now
 
 
-def test_loss_memory_is_the_peak_of_the_passes_above_what_was_there_before():
-    fake = FakeMemory()
-    memory = benchmark.LossMemory(fake)
-    # generation, then passes, of the first of which 1 GiB of gradients stays; at the end the optimizer
-    for generation, passes in (((9, 2), (5, 3)), ((8, 3), (6, 3))):
-        fake.use(*generation)
-        memory.open()
-        fake.use(*passes)
-        memory.close()
-    fake.use(10, 2)
-    assert memory.take() == 6 - 2
-    assert memory.overall() == 10 and memory.overall() == 2
-    memory.open()
-    fake.use(4, 2)
-    memory.close()
-    assert memory.take() == 2 and memory.overall() == 4
-    # TRL is measured with the same code
-    assert inspect.getsource(benchmark.LossMemory) in (ROOT / "scripts" / "benchmark_trl_gkd.py").read_text()
-
-
 def test_a_script_is_watched_from_the_teacher_to_the_optimizer(monkeypatch):
     fake, gpu = FakeMemory(), [torch.device("cuda", 0)]
     monkeypatch.setattr(devices, "synchronize", lambda gpus: None)
@@ -173,33 +135,30 @@ def test_a_script_is_watched_from_the_teacher_to_the_optimizer(monkeypatch):
             with log.time("teacher"):
                 fake.use(7, 5)
             with log.time("update"):
-                for _ in range(2):
-                    fake.use(9, 6)
+                for peak in (9, 8):
+                    fake.use(peak, 6)
                     assert optimizer.step(1.0) == 1.0
             timed = {f"seconds_{x}" for x in ("rollout", "teacher", "update")}
             assert log._max == found and {name for name, _ in log._sums} == timed
             assert devices.peak_memory_gib(log.gpus) == ([30.0] if found else [])
     assert own == (metrics.Log.time, optim.AdamW.step, devices.peak_memory_gib)
+    # TRL is measured with the same code
+    assert inspect.getsource(benchmark.LossMemory) in (ROOT / "scripts" / "benchmark_trl_gkd.py").read_text()
 
 
-def test_a_prompt_is_as_many_tokens_as_asked_for(work_dir, tmp_path):
-    folder = benchmark.make_model("tiny", 1, work_dir)
-    tokenizer = models.load_tokenizer(str(folder))
+def test_prompts_have_as_many_tokens_as_asked_for_and_end_tokens_make_geometric_lengths(tmp_path):
+    num_ends = round(512 / (16 - 8))
+    folder = benchmark.make_model("tiny", num_ends, tmp_path)
+    tokenizer, model = models.load_policy(str(folder), torch.device("cpu"), "fp32")
     assert len({tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.eos_token_id}) == 3
     assert len(tokenizer) == 512 and tokenizer.chat_template is None
     benchmark.write_prompts(tmp_path / "prompts.jsonl", 20, 37, 512)
     examples = data.load_examples(str(tmp_path / "prompts.jsonl"), tokenizer, 100)
     assert [len(example.prompt_ids) for example in examples] == [37] * 20
-    assert max(itertools.chain(*(example.prompt_ids for example in examples))) < 509  # words only
+    assert max(max(example.prompt_ids) for example in examples) < 509  # words only
     made = (folder / "model.safetensors").stat().st_mtime_ns
-    assert benchmark.make_model("tiny", 1, work_dir) == folder
+    assert benchmark.make_model("tiny", num_ends, tmp_path) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == made
-
-
-def test_end_tokens_make_geometric_lengths(work_dir):
-    num_ends = round(512 / (16 - 8))
-    folder = benchmark.make_model("tiny", num_ends, work_dir)
-    tokenizer, model = models.load_policy(str(folder), torch.device("cpu"), "fp32")
     ends = models.end_token_ids(tokenizer, model)
     assert len(ends) == num_ends and tokenizer.eos_token_id in ends and tokenizer.pad_token_id not in ends
     torch.manual_seed(0)
@@ -246,14 +205,13 @@ fields = {"model_init_kwargs": {"dtype": "float32"}, "teacher_model_init_kwargs"
           "per_device_train_batch_size": 2}
 measured = {"seconds": cycles, "seconds_rollout": cycles, "completion_length": cycles, "memory_gib": 1.0}
 measured |= {"memory_gib": cycles, "loss_memory_gib": cycles, "fields": fields} if distils else {}
-unfinished = pathlib.Path(options["--out"] + ".part")
-unfinished.write_text(json.dumps(measured))
+(unfinished := pathlib.Path(options["--out"] + ".part")).write_text(json.dumps(measured))
 unfinished.rename(options["--out"])
 """
 
 
 @pytest.fixture
-def command(work_dir, tmp_path, monkeypatch):
+def command(tmp_path, monkeypatch):
     """Runs the benchmark beside peers that are stubs; gives its exit code and the settings that it wrote."""
     (tmp_path / "scripts").mkdir()
     for name, text in (("scripts/benchmark_trl", PEER), ("scripts/benchmark_trl_gkd", PEER), ("stub", STUB)):
@@ -267,8 +225,8 @@ def command(work_dir, tmp_path, monkeypatch):
             monkeypatch.setattr(benchmark, "ROOT", tmp_path)
             argv = (*argv, "--script", str(script))
         out = tmp_path / "new" / "speed.json"
-        argv = (*argv, "--device", "cpu", "--work_dir", str(work_dir), "--out", str(out), "--", *extra)
-        code = benchmark.main([str(part) for part in argv])
+        code = benchmark.main([*argv, "--device", "cpu", "--work_dir", str(tmp_path / "work"), "--out", str(out),
+                               "--", *extra])  # fmt: skip
         written = json.loads(out.read_text())
         assert written["machine"]["torch"] == torch.__version__
         assert {"card", "gpu_memory_gib", "transformers", "python", "commit", "dirty"} <= written["machine"].keys()
@@ -286,14 +244,12 @@ def test_a_tiny_run_from_end_to_end(command, capsys):
     numbers = result["numbers"]
     seconds = ("seconds", "seconds_rollout", "seconds_score", "seconds_update", "seconds_wall", "seconds_first_step")
     rest = ("seconds_start", "decode_tokens_per_second", "tokens_per_second", "roofline_share", "mfu")
-    assert all(numbers[name] > 0 for name in (*seconds, *rest)) and numbers["memory_gib"] is None
-    assert result["generate"]["tokens_per_second"] > 0
+    assert all(numbers[name] > 0 for name in (*seconds, *rest)) and result["generate"]["tokens_per_second"] > 0
     assert not list(Path(result["config"]["out_dir"]).glob("checkpoint-*"))
-    printed = capsys.readouterr().out
-    assert "| tiny | " in printed and "| tiny | generate | " in printed
+    assert "| tiny | generate | " in capsys.readouterr().out
 
 
-def test_distillation_from_end_to_end_beside_a_peer(command, capsys):
+def test_distillation_from_end_to_end_beside_a_peer(command, capsys, tmp_path):
     argv = ["--setting", "gkd-tiny", "--steps", "3", "--warmup", "1", "--peer", "trl_distillation", "--flops", "1e11"]
     code, (result,) = command(*argv, script=ROOT / "gkd" / "gkd.py", extra=["--beta", "0.25"])
     cfg = result["config"]
@@ -307,21 +263,22 @@ def test_distillation_from_end_to_end_beside_a_peer(command, capsys):
     assert peer["seconds"] == 6.0 and peer["loss_memory_gib"] == 7.0 and peer["forward_tokens"] == 32
     student, teacher = (sum(result[name][part] for part in ("body", "head")) for name in ("shape", "teacher_shape"))
     assert peer["above_resident_gib"] == pytest.approx(7 - (12 * student + 2 * teacher) / 2**30)
-    printed = capsys.readouterr().out
-    assert "| teacher |" in printed and "| gkd-tiny | trl_distillation | 6 | 6 | - | 6 | 7 | " in printed
+    assert "| gkd-tiny | trl_distillation | 6 | 6 | - | 6 | 7 | " in capsys.readouterr().out
+    # a peer that cannot do the same is refused
+    for other in ({"loss": "opd"}, {"lmbda": 0.5}, {"temperature": 0.9}, {"loss_temperature": 2.0}):
+        with pytest.raises(ValueError, match="leave out --peer"):
+            benchmark.run_peer("trl", benchmark.SETTINGS["gkd-tiny"], cfg | other, 8, None, tmp_path)
 
 
 def test_the_table_says_how_much_less_memory_the_loss_takes():
     numbers = {"seconds_wall": 2.0, "memory_gib": 20.0, "loss_memory_gib": 4.0, "above_resident_gib": 8.0}
     peer = {"seconds": 6.0, "memory_gib": 50.0, "loss_memory_gib": 30.0, "above_resident_gib": 33.0}
     row = {"name": "gkd", "setting": {"teacher": "qwen1.5b"}, "numbers": numbers}
-    row |= {"trl": peer | {"forward_tokens": 3072}, "trl_bf16": {"error": "out of memory"}}
-    printed = benchmark.report([row])
+    printed = benchmark.report([row | {"trl": peer | {"forward_tokens": 3072}}])
     assert "| gkd | trl | 6 | - | - | - | 50 | 33 | 30 | 3,072 | 3.00 x (cycle, wall) | 7.50 x |" in printed
-    assert "| gkd | trl_bf16 | - | - | - | - | - | - | - | - | failed | - |" in printed
 
 
-def test_a_setting_that_fails_is_reported_and_the_others_run(command, capsys):
+def test_what_fails_is_reported_and_the_others_run(command, capsys, tmp_path):
     code, (failed, done) = command("--setting", "cpu-toy", "tiny", "--steps", "5")
     for message in ("at step 2\nout of memory, say", "exit code 1", "log.txt", "--policy_model toy"):
         assert message in failed["error"]
@@ -329,21 +286,23 @@ def test_a_setting_that_fails_is_reported_and_the_others_run(command, capsys):
     printed = capsys.readouterr()
     assert "| cpu-toy | failed | " in printed.out and "| tiny | 3 | " in printed.out
     assert "out of memory, say" in printed.err
-
-
-def test_peers_are_measured_over_the_same_cycles(command, capsys):
+    # peers are measured over the same cycles; here the second fails
     code, (result,) = command("--setting", "tiny", "--steps", "5", "--peer", "trl", "trl_bf16")
-    assert code == 1  # the second peer fails
-    assert result["trl"]["seconds"] == 7.0 and "--num_minibatches 2" in result["trl"]["command"]
+    assert code == 1 and result["trl"]["seconds"] == 7.0 and "--num_minibatches 2" in result["trl"]["command"]
     assert "parts of equal size" in result["trl_bf16"]["error"] and "error" not in result
     printed = capsys.readouterr().out
     assert "| tiny | trl | 7 | 7 | - | 7 | 1 | " in printed and "| tiny | trl_bf16 | - | - | - | - | - | fai" in printed
+    # an option of the benchmark behind the dashes, and a run without result
+    code, (failed,) = command("--setting", "tiny", "--steps", "5", extra=["--batch-size=3"])
+    assert code == 1 and "--batch-size=3 after --: benchmark.py sets it" in failed["error"]
+    (tmp_path / "stub.py").write_text("import time\nprint('waiting', flush=True)\ntime.sleep(60)\n")
+    code, (failed,) = command("--setting", "tiny", "--steps", "5", "--timeout", "0.5")
+    assert code == 1 and "no result after 0.5 s" in failed["error"]
 
 
 @pytest.mark.parametrize(("argv", "installed", "said"), [
     ("tiny --steps 2 --warmup 2", False, "warmup = 2, steps = 2: at least one"),
     ("tiny --peer trl", False, "pip install trl"), ("tiny --model huge", False, "model = 'huge': must be one of"),
-    ("tiny --lengths natural", False, "lengths = 'natural': must be one of ('fixed', 'geometric')"),
     ("tiny --lengths geometric --new_tokens 2000", False, "new_tokens = 2000: is the mean of lengths from 8 to 1024"),
     ("tiny --teacher smollm2", False, "teacher = 'smollm2': must have the vocabulary of the student"),
     ("tiny gkd-tiny --peer trl_distillation", True, "needs a teacher, which ['tiny'] have not"),
@@ -360,11 +319,3 @@ def test_a_peer_that_cannot_do_the_same_is_refused(tmp_path):
     for other in ({"loss": "opd"}, {"lmbda": 0.5}, {"temperature": 0.9}, {"loss_temperature": 2.0}):
         with pytest.raises(ValueError, match="leave out --peer"):
             benchmark.run_peer("trl", benchmark.SETTINGS["gkd-tiny"], cfg | other, 8, None, tmp_path)
-
-
-def test_an_option_of_the_benchmark_after_the_dashes_and_a_run_without_result_are_errors(command, tmp_path):
-    code, (failed,) = command("--setting", "tiny", "--steps", "5", extra=["--batch-size=3"])
-    assert code == 1 and "--batch-size=3 after --: benchmark.py sets it" in failed["error"]
-    (tmp_path / "stub.py").write_text("import time\nprint('waiting', flush=True)\ntime.sleep(60)\n")
-    code, (failed,) = command("--setting", "tiny", "--steps", "5", "--timeout", "0.5")
-    assert code == 1 and "no result after 0.5 s" in failed["error"]

@@ -14,7 +14,7 @@ from test_tools import load_script
 from common import divergences, losses, similarity
 
 pytestmark = pytest.mark.tools
-EXACT = ["on_policy", "closed_form", "kl", "degenerate", "tail_bucket"]  # rows 4, 6, 7, 11, 15
+EXACT = {"on_policy": "4", "closed_form": "6", "kl": "7", "degenerate": "11", "tail_bucket": "15"}  # rows
 claims = load_script("claims")
 
 
@@ -24,8 +24,7 @@ def test_the_exact_claims_hold_and_the_table_is_written(tmp_path, capsys):
     table = (tmp_path / "new/claims.md").read_text()
     assert capsys.readouterr().out == table
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    assert [len(row) for row in rows] == [5] * 7
-    assert [(row[0], row[-1]) for row in rows[2:]] == [(number, "holds") for number in ("4", "6", "7", "11", "15")]
+    assert [(row[0], row[-1]) for row in rows[2:]] == [(number, "holds") for number in EXACT.values()]
 
 
 def swapped_kl(logps, ref_logps, kind):
@@ -40,31 +39,19 @@ def sum_over_tokens(values, mask, mode, denominator):
 @pytest.mark.parametrize(("module", "name", "broken", "experiment"), [
     (losses, "kl_estimate", swapped_kl, "kl"), (losses, "aggregate", sum_over_tokens, "on_policy"),
     (losses, "aggregate", sum_over_tokens, "closed_form"),
-    (similarity, "group_rewards", lambda rewards, labels, alpha: rewards / (1 + alpha), "degenerate"),
     (similarity, "group_rewards", lambda rewards, labels, alpha: rewards + 1e-3 * labels, "degenerate"),
     (divergences, "with_tail", lambda logps, tail: logps.log_softmax(-1), "tail_bucket"),
-    (divergences, "tail_logp", lambda logps, ids: torch.full(logps.shape[:-1], -16.0), "tail_bucket"),
 ])  # fmt: skip
 def test_a_broken_formula_fails_its_claim_and_the_run(monkeypatch, capsys, module, name, broken, experiment):
     monkeypatch.setattr(module, name, broken)
-    assert claims.main([experiment]) == 1
-    assert "| does not hold |" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("broken", "code"), [(None, 0), (swapped_kl, 1)], ids=["holds", "broken"])
-def test_the_exit_code_is_that_of_the_table(monkeypatch, capsys, broken, code):
-    if broken:
-        monkeypatch.setattr(losses, "kl_estimate", broken)
-    script = str(ROOT / "scripts" / "claims.py")
-    monkeypatch.setattr(sys, "argv", [script, "kl"])
+    monkeypatch.setattr(sys, "argv", ["claims.py", experiment])
     with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(script, run_name="__main__")
-    assert (stopped.value.code, capsys.readouterr().out.count("| holds |")) == (code, 1 - code)
+        runpy.run_path(str(ROOT / "scripts" / "claims.py"), run_name="__main__")
+    assert stopped.value.code == 1 and "| does not hold |" in capsys.readouterr().out
 
 
 def test_what_is_reported_only_does_not_fail_the_run_and_an_unknown_experiment_does(monkeypatch, capsys):
-    row = claims.Row(3, "claim", "measured", "none", None)
-    monkeypatch.setitem(claims.EXPERIMENTS, "clip", lambda: [row])
+    monkeypatch.setitem(claims.EXPERIMENTS, "clip", lambda: [claims.Row(3, "claim", "measured", "none", None)])
     assert claims.main(["clip"]) == 0
     assert "| 3 | claim | measured | none | reported only |" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
@@ -77,16 +64,15 @@ def test_what_is_reported_only_does_not_fail_the_run_and_an_unknown_experiment_d
     ("distillation", [12, 13, 14]),
 ])  # fmt: skip
 def test_stochastic_claims_give_finite_numbers(experiment, numbers):
-    """Few steps: these rows must run and give numbers. Whether they hold takes minutes."""
+    # few steps: whether they hold takes minutes
     rows = claims.EXPERIMENTS[experiment](runs=2, steps=2)
     assert [row.number for row in rows] == numbers
     for row in rows:
-        assert "nan" not in row.measured and "inf" not in row.measured
-        assert re.search(r"\d\.\d+ \(\d+\.\d+-\d+\.\d+\)", row.measured)
+        assert "nan" not in row.measured and re.search(r"\d\.\d+ \(\d+\.\d+-\d+\.\d+\)", row.measured)
         assert row.holds is None if row.number in (3, 8, 12) else row.holds in (True, False)
 
 
-def test_digits_are_copied_masked_and_scored():
+def test_digits_are_copied_masked_and_scored_and_every_run_is_reported_by_itself():
     """Row 2 of the table asks for digit 2 and ends after about twenty copies; row 12 is digit 2 of a second run."""
     table = torch.full((20, 12, 11), -1e9)
     table[2, :, 2] = table[12, :, 2] = 0.0
@@ -94,17 +80,11 @@ def test_digits_are_copied_masked_and_scored():
     prompts = torch.tensor([2] * 50 + [12])
     tokens, before, mask, rewards = claims.write_digits(table, prompts, torch.Generator().manual_seed(0))
     copies, ended = ((tokens == 2) & mask).sum(1), ((tokens == claims.END) & mask).any(1)
-    assert rewards.bool().tolist() == ((copies >= 3) & ended).tolist()
-    assert 0 < rewards.sum() < 50
-    assert (rewards[50], mask[50].sum()) == (0, claims.MAX_TOKENS)
-    assert (before[:, 0] == claims.BEGIN).all()
+    assert rewards.bool().tolist() == ((copies >= 3) & ended).tolist() and 0 < rewards.sum() < 50
+    assert (rewards[50], mask[50].sum()) == (0, claims.MAX_TOKENS) and (before[:, 0] == claims.BEGIN).all()
     assert torch.equal(before[:, 1:][mask[:, 1:]], tokens[:, :-1][mask[:, 1:]])
-
-
-def test_every_run_is_reported_by_itself():
     found = claims.train_digits("gspo", (3e-4, 4e-4), steps=2, lr=0.3, minibatches=4, epochs=2, runs=3, P=8)
-    assert {name: len(values) for name, values in found.items()} == {"clipped": 3, "end": 3, "mean": 3}
-    assert found["end"] == found["mean"]  # both are over all steps, of which there are fewer than ten
+    assert len(found["end"]) == 3 and found["end"] == found["mean"]  # over all steps, which are fewer than ten
     assert len(set(found["clipped"])) == 3
 
 
@@ -116,7 +96,7 @@ def test_modes_and_lengths_start_where_they_should():
     assert_rounded(modes, [(-(shares * shares.log()).sum()).exp().item()] * 2, terms=2 * 12 + 4 * 4)
     assert_rounded(correct, [start[:6].sum().item()] * 2, terms=12 + 4)
     assert claims.mean_lengths("GRPO", seed=0, steps=0) == pytest.approx((10, 10), rel=1e-5)
-    # the four averages agree where all lengths are equal
+    # averages agree where all lengths are equal
     values = torch.randn(8, claims.START_LENGTH, generator=torch.Generator().manual_seed(0))
     for how in ("GRPO", "DAPO per prompt", "token-mean of the batch", "Dr. GRPO"):
         found = claims.average(values, torch.ones_like(values, dtype=torch.bool), how, 4)

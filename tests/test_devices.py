@@ -65,12 +65,9 @@ NAMES = {
 
 
 @pytest.mark.parametrize(("function", "ids", "found"), [
-    (layout, ((0, 1), 2, 2), 0), (layout, ((0, 1), 2, 2), 1), (layout, ((0, 1), 2, 2), 2), (layout, ((3,), 0, 0), 1),
-    (layout, ((0, 1, 2, 3), 0, 0), 3), (layout, ((0,), 1, 0), 1), (layout, ((0,), 0, 5), 3),
-    (layout, ((0, 1, 2), 3, 3), 2), (distillation_layout, ((0,), None, (1,)), 0),
-    (distillation_layout, ((0,), None, (1,)), 1), (distillation_layout, ((0, 1), (2,), (3,)), 2),
-    (distillation_layout, ((0,), (4,), (1,)), 3), (distillation_layout, ((7,), None, ()), 4),
-    (distillation_layout, ((0, 1, 2, 3), None, (3,)), 3),
+    (layout, ((0, 1), 2, 2), 0), (layout, ((0, 1), 2, 2), 2), (layout, ((0, 1, 2, 3), 0, 0), 3),
+    (layout, ((0,), 1, 0), 1), (layout, ((0,), 0, 5), 3), (distillation_layout, ((0,), None, (1,)), 0),
+    (distillation_layout, ((0, 1), (2,), (3,)), 2), (distillation_layout, ((0,), (4,), (1,)), 3),
 ])  # fmt: skip
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_too_few_gpus_says_how_many_and_what_to_change(visible, function, ids, found, device):
@@ -83,16 +80,17 @@ def test_too_few_gpus_says_how_many_and_what_to_change(visible, function, ids, f
     visible(max(1, found))
     fitting = function(*map(eval, proposed.values()), device)  # they are lines of Python to paste
     assert all(device.index < max(1, found) for device in fitting.all)
+    with pytest.raises(ValueError, match="device = 'cuda:1': must be auto, cuda or cpu"):
+        function(*map(eval, proposed.values()), "cuda:1")
 
 
 @pytest.mark.parametrize(("function", "ids"), [
     *((layout, ids) for ids in [
-        ((0, 0), 1, 1), ((0, 1, 0), 1, 1), ((-1,), 0, 0), ((0,), -1, 0), ((0,), 0, -2), ((), 0, 0), (("0",), 0, 0),
-        ((0,), 1.0, 0), ((0,), None, 0), ((0), 0, 0), (None, 0, 0), ((0,), (1,), 0), ((True,), 0, 0)]),
+        ((0, 1, 0), 1, 1), ((-1,), 0, 0), ((0,), 0, -2), ((), 0, 0), (("0",), 0, 0), ((0,), 1.0, 0), ((0), 0, 0),
+        ((0,), (1,), 0), ((True,), 0, 0)]),
     *((distillation_layout, ids) for ids in [
-        ((), None, (0,)), ((0, 0), None, (1,)), ((0,), (1, 1), (0,)), ((0,), None, (1, 1)), ((-1,), None, (0,)),
-        ((0,), (-1,), (0,)), ((0,), None, (-2,)), ((0,), (), (0,)), ((0, 1), (1,), (2,)), (("0",), None, (0,)),
-        ((0,), None, (1.5,)), ((0,), (None,), (1,)), ((0), None, (1,)), ((0,), 1, (1,)), ((0,), None, None)]),
+        ((), None, (0,)), ((0,), (1, 1), (0,)), ((0,), None, (1, 1)), ((0,), (-1,), (0,)), ((0,), (), (0,)),
+        ((0, 1), (1,), (2,)), ((0,), None, (1.5,)), ((0,), 1, (1,)), ((0,), None, None)]),
 ])  # fmt: skip
 @pytest.mark.parametrize("found", [0, 3])
 def test_ids_that_cannot_be_are_refused_on_every_machine(visible, function, ids, found):
@@ -103,35 +101,26 @@ def test_ids_that_cannot_be_are_refused_on_every_machine(visible, function, ids,
             function(*ids, device)
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:1", ""])
-def test_an_unknown_device_is_refused(visible, device):
-    visible(2)
-    for call in (lambda: layout((0,), 0, 0, device), lambda: distillation_layout((0,), None, (1,), device)):
-        with pytest.raises(ValueError, match=f"device = '{device}': must be auto, cuda or cpu"):
-            call()
-
-
-@pytest.mark.parametrize(("rollout", "sampling", "replicas"), [
-    (None, (0, 1, 2, 3), (0, 1, 2, 3)), ((3, 1), (3, 1), (0, 1, 3)), ((4,), (4,), (0, 1, 4)), ((), (), (0, 1)),
-])  # fmt: skip
-def test_gpus_that_sample(visible, rollout, sampling, replicas):
+def test_gpus_that_sample(visible):
     visible(5)
-    found = layout((0, 1), 2, 3, rollout=rollout)
-    assert found.rollout == gpus(*sampling) and found.replicas == [*gpus(*replicas)]
-    assert set(found.all) == {*gpus(0, 1, 2, 3, *sampling)}
-    assert layout((0, 1), 2, 2, "cpu", rollout).rollout == ((CPU,) if sampling else ())
-
-
-def test_gpus_that_sample_have_to_be_there(visible):
+    for rollout, sampling, replicas in (
+        (None, (0, 1, 2, 3), (0, 1, 2, 3)),
+        ((4, 1), (4, 1), (0, 1, 4)),
+        ((), (), (0, 1)),
+    ):
+        found = layout((0, 1), 2, 3, rollout=rollout)
+        assert found.rollout == gpus(*sampling) and found.replicas == [*gpus(*replicas)]
+        assert set(found.all) == {*gpus(0, 1, 2, 3, *sampling)}
+        assert layout((0, 1), 2, 2, "cpu", rollout).rollout == ((CPU,) if sampling else ())
     visible(3)
-    for rollout in ((1, 1), (-1,), ("0",)):
+    for rollout in ((1, 1), (-1,)):
         with pytest.raises(ValueError, match=re.escape(f"ROLLOUT_GPU_IDS = {rollout}: must be GPU numbers")):
             layout((0, 1), 2, 2, rollout=rollout)
     with pytest.raises(ValueError, match=r"needs 4 GPUs .*3 visible(.|\n)*\n    ROLLOUT_GPU_IDS = None\n"):
         layout((0, 1), 2, 2, rollout=(3,))
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_has_the_gpu_of_its_local_rank(visible, rank):
     visible(4, rank, ranks=3)
     own = gpu(rank)
@@ -159,7 +148,7 @@ def test_more_processes_than_gpus_is_an_error_on_every_rank(visible, rank):
         devices.distillation_layout_of_rank(3)
 
 
-@pytest.mark.parametrize("constant", [-1, "1", 1.0, (1,)], ids=repr)
+@pytest.mark.parametrize("constant", [-1, 1.0], ids=repr)
 def test_a_constant_of_a_rank_that_is_no_gpu_number_is_named(visible, constant):
     visible(2)
     with pytest.raises(ValueError, match=re.escape(f"REFERENCE_GPU_ID = None, REWARD_GPU_ID = {constant!r}: must be")):
@@ -174,7 +163,7 @@ def test_a_role_has_the_gpus_named_or_that_of_the_policy(visible):
     assert devices.role("SIMILARITY_GPU_IDS", (3, 1), gpu(0)) == [gpu(3), gpu(1)]
     assert devices.role("SIMILARITY_GPU_IDS", (3, 1), CPU) == [CPU]
     visible(2)
-    for ids in ((), (0, 0), (2,), (-1,), ("0",), 1):
+    for ids in ((), (0, 0), (2,), 1):
         with pytest.raises(ValueError, match=re.escape(f"SIMILARITY_GPU_IDS = {ids}: must be None, or different GPU")):
             devices.role("SIMILARITY_GPU_IDS", ids, gpu(0))
 

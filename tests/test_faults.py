@@ -5,6 +5,7 @@ the run has to end first, it says what to do, and the same command then goes on.
 more kills, and prints the table in docs/faults.md.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -13,14 +14,16 @@ import re
 import resource
 import shutil
 import signal
+import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 from comparing import comparable
 from conftest import Slow, assert_equal_weights, fault, reward
-from test_reward_client import Fake, good
+from test_reward_client import Fake, good, never
 from test_teacher_server import free_port
 
 from common import checkpoint, distributed, metrics, reward_client
@@ -48,9 +51,6 @@ def assert_same(run, straight) -> None:
     assert not list(run.out_dir.glob(".writing-*"))
 
 
-# ---- killed at any moment ----
-
-
 def notes_phases(path: Path, module) -> None:
     """Writes down what the run is at, and how often it has begun with each phase: the kernel keeps it after a kill."""
     seen, file = {}, os.open(path, os.O_RDWR | os.O_CREAT)
@@ -59,21 +59,18 @@ def notes_phases(path: Path, module) -> None:
         seen[now] = seen.get(now, 0) + 1
         os.pwrite(file, json.dumps([now, seen]).ljust(400).encode(), 0)
 
-    class Noted:
-        def __init__(self, name: str, inner):
-            self.name, self.inner = name, inner
-
-        def __enter__(self):
-            note(self.name)
-            return self.inner.__enter__()
-
-        def __exit__(self, *error):
+    @contextlib.contextmanager
+    def noted(name: str, inner):
+        note(name)
+        try:
+            with inner as value:
+                yield value
+        finally:
             note("none of these")
-            return self.inner.__exit__(*error)
 
     timed, together = metrics.Log.time, distributed.together
-    metrics.Log.time = lambda log, name: Noted(name, timed(log, name))
-    distributed.together = lambda name, *rest: Noted(name, together(name, *rest))
+    metrics.Log.time = lambda log, name: noted(name, timed(log, name))
+    distributed.together = lambda name, *rest: noted(name, together(name, *rest))
 
 
 def phase(path: Path) -> tuple[str, dict[str, int]]:
@@ -116,28 +113,30 @@ def test_killed_at_random_moments_it_ends_as_if_left_alone(launcher, tmp_path, s
         out_dir, killed_at = tmp_path / str(left), []  # done before a moment came: another run
 
 
-# ---- disks ----
-
-
-class FillsDisk:
-    """A reward after whose first checkpoint no file may grow beyond 30 kB: the system refuses, whoever writes."""
+class After:
+    """The reward of the tests, after something that is done to the process first."""
 
     __name__ = "reward"
 
-    def __init__(self, out_dir: Path):
-        self.out_dir = out_dir
+    def __init__(self, act: Callable, *arguments):
+        self.act, self.arguments = act, arguments
 
     def __call__(self, completions, answers, **columns):
-        if len(list(self.out_dir.glob("checkpoint-*"))) == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
+        self.act(*self.arguments)
         return reward(completions, answers)
+
+
+def fill_disk(out_dir: Path) -> None:
+    """After the first checkpoint no file may grow beyond 30 kB: the system refuses, whoever writes."""
+    if len(list(out_dir.glob("checkpoint-*"))) == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
 
 
 @pytest.mark.parametrize("script, ranks", [("gspo", 1), ("gspo_ddp", 2)])
 def test_a_full_disk_leaves_the_last_checkpoint_and_says_what_to_do(launcher, tmp_path, script, ranks):
     straight = launcher.trained(script, ranks, steps=STEPS)
     with fault("disk full while saving"):
-        run = launcher.run(script, tmp_path, ranks, rewards=[FillsDisk(tmp_path)], steps=STEPS)
+        run = launcher.run(script, tmp_path, ranks, rewards=[After(fill_disk, tmp_path)], steps=STEPS)
         assert 0 not in run.codes and run.checkpoints == ["checkpoint-000002"], run.output
         for words in ("OSError", "step 4", "Make room", "keep_checkpoints = 9", f"{tmp_path}/checkpoint-000002"):
             assert words in run.output
@@ -158,25 +157,17 @@ def test_a_folder_that_cannot_be_written_is_refused_before_a_model_is_loaded(lau
             assert f"out_dir = '{out_dir}'" in run.output and "/such" not in run.output
 
 
-class TakesDiskAway:
-    """A reward that, once there is a checkpoint, moves the folder away and leaves a file in its place."""
-
-    __name__ = "reward"
-
-    def __init__(self, out_dir: Path, away: Path):
-        self.out_dir, self.away = out_dir, away
-
-    def __call__(self, completions, answers, **columns):
-        if (self.out_dir / "checkpoint-000002").exists():
-            self.out_dir.rename(self.away)
-            self.out_dir.touch()
-        return reward(completions, answers)
+def take_disk_away(out_dir: Path, away: Path) -> None:
+    """Once there is a checkpoint, a file stands in place of the folder."""
+    if (out_dir / "checkpoint-000002").exists():
+        out_dir.rename(away)
+        out_dir.touch()
 
 
 def test_a_disk_that_goes_away_ends_the_run_with_its_last_checkpoint(launcher, straight, tmp_path):
     out_dir, away = tmp_path / "run", tmp_path / "away"
     with fault("disk gone, or read-only, in the middle"):
-        run = launcher.run("gspo", out_dir, rewards=[TakesDiskAway(out_dir, away)], steps=STEPS)
+        run = launcher.run("gspo", out_dir, rewards=[After(take_disk_away, out_dir, away)], steps=STEPS)
         assert run.codes == [1] and "NotADirectoryError" in run.output
         out_dir.unlink()
         away.rename(out_dir)
@@ -234,48 +225,32 @@ def test_two_runs_in_one_folder(launcher, straight, tmp_path):
         assert_same(first.wait().succeeded(), straight)
 
 
-# ---- ranks ----
+CALLS = itertools.count(1)  # of a process
 
 
-class SignalsItself:
-    """A reward that sends rank 1 a signal in the third step, from the thread that scores."""
-
-    __name__ = "reward"
-
-    def __init__(self, number: int):
-        self.number, self.calls = number, 0
-
-    def __call__(self, completions, answers, **columns):
-        self.calls += 1
-        if distributed.rank() == 1 and self.calls == 3:
-            os.kill(os.getpid(), self.number)
-        return reward(completions, answers)
+def signal_itself(number: int) -> None:
+    """Rank 1, in the third step, from the thread that scores."""
+    if next(CALLS) == 3 and distributed.rank() == 1:
+        os.kill(os.getpid(), number)
 
 
-def dies_in(module_of, name: str, rank: int, call: int, module) -> None:
+def dies_in(module_of: str, name: str, rank: int, call: int, module) -> None:
     """A function of a module of common/ that kills the rank when it is called for this time."""
-    real, count = getattr(module_of, name), itertools.count(1)
+    real, count = getattr(sys.modules[module_of], name), itertools.count(1)
 
     def wrapped(*arguments, **options):
         if next(count) == call and distributed.rank() == rank:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*arguments, **options)
 
-    setattr(module_of, name, wrapped)
-
-
-def dies_in_update(module) -> None:
-    dies_in(distributed, "sum_gradients", 1, 5, module)  # two minibatches a step: the third step
-
-
-def dies_in_save(module) -> None:
-    dies_in(checkpoint, "save", 0, 2, module)
+    setattr(sys.modules[module_of], name, wrapped)
 
 
 DEATHS = {  # what is handed in, who dies, and what the others are at
-    "score": (dict(rewards=[SignalsItself(signal.SIGKILL)]), 1, "(logprobs|score)"),
-    "update": (dict(prepare=dies_in_update), 1, "update"),
-    "save": (dict(prepare=dies_in_save), 0, ".*"),
+    "score": (dict(rewards=[After(signal_itself, signal.SIGKILL)]), 1, "(logprobs|score)"),
+    # two minibatches a step: the third step
+    "update": (dict(prepare=partial(dies_in, "common.distributed", "sum_gradients", 1, 5)), 1, "update"),
+    "save": (dict(prepare=partial(dies_in, "common.checkpoint", "save", 0, 2)), 0, ".*"),
 }
 
 
@@ -293,7 +268,7 @@ def test_a_killed_rank_is_named_by_the_other_which_ends(launcher, tmp_path, wher
 
 
 def test_a_rank_that_hangs_is_named_when_the_time_is_up(launcher, tmp_path):
-    hangs = dict(rewards=[SignalsItself(signal.SIGSTOP)], constants={"TIMEOUT_MINUTES": 0.05}, reward_patience=1)
+    hangs = dict(rewards=[After(signal_itself, signal.SIGSTOP)], constants={"TIMEOUT_MINUTES": 0.05}, reward_patience=1)
     with fault("one of 2 ranks hangs"):
         run = launcher.start("gspo_ddp", tmp_path, 2, steps=STEPS, **hangs)
         run.processes[0].join(60)
@@ -305,8 +280,6 @@ def test_a_rank_that_hangs_is_named_when_the_time_is_up(launcher, tmp_path):
         assert_same(after, launcher.trained("gspo_ddp", 2, steps=STEPS))
 
 
-# ---- services and clocks ----
-
 SERVICES = {  # what the service does from its third request on; None: it is stopped
     "killed": None,
     "hung": lambda items, number: time.sleep(3) or 503,
@@ -315,10 +288,6 @@ SERVICES = {  # what the service does from its third request on; None: it is sto
     "answering NaN": lambda items, number: [good(item, score=float("nan")) for item in items],
     "answering too little": lambda items, number: [good(item) for item in items[1:]],
 }
-
-
-def never(completions, answers, **columns):
-    raise AssertionError("the service scores")
 
 
 def impatient(module) -> None:
@@ -332,10 +301,8 @@ SCORED = dict(steps=STEPS, eval_every=0, save_every=100, reward_patience=1.0, re
 @pytest.fixture(scope="module")
 def scored(launcher, tmp_path_factory):
     """A run whose rewards come from a service, left alone."""
-    service = Fake()
-    run = launcher.run("gspo", tmp_path_factory.mktemp("scored"), reward_url=service.url, **SCORED).succeeded()
-    service.stop()
-    return run
+    with Fake() as service:
+        return launcher.run("gspo", tmp_path_factory.mktemp("scored"), reward_url=service.url, **SCORED).succeeded()
 
 
 @pytest.mark.parametrize("what", SERVICES if SOAK else ("killed", "answering garbage"))
@@ -352,42 +319,37 @@ def test_a_reward_service_that_fails_ends_the_run_which_goes_on_with_a_good_one(
         service.stop()
         run.wait()
         assert run.codes == [OUTAGE_EXIT_CODE] and "the same command goes on from here" in run.output, run.output
-        service = Fake(port)
-        assert_same(launcher.run("gspo", tmp_path / "run", **options).succeeded(), scored)
-        service.stop()
+        with Fake(port):
+            assert_same(launcher.run("gspo", tmp_path / "run", **options).succeeded(), scored)
 
 
 def test_an_evaluation_that_the_service_cut_off_is_made_after_the_resume(launcher, tmp_path):
-    service = Fake()
-    options = SCORED | dict(steps=3, eval_every=2, reward_url=service.url)
-    straight = launcher.run("gspo", tmp_path / "straight", **options).succeeded()
-    with fault("reward service fails in an evaluation"):
-        reply, asked = service.reply, []
+    with Fake() as fake, fault("reward service fails in an evaluation"):
+        options = SCORED | dict(steps=3, eval_every=2, reward_url=fake.url)
+        straight = launcher.run("gspo", tmp_path / "straight", **options).succeeded()
+        reply, asked = fake.reply, []
 
         def fails(items, number):
             if len(items) == 8:  # an evaluation; a step has 16
                 asked.append(number)
             return 500 if len(items) == 8 and len(asked) > 1 else reply(items, number)
 
-        service.reply = fails
+        fake.reply = fails
         run = launcher.run("gspo", tmp_path / "run", **options)
         assert run.codes == [OUTAGE_EXIT_CODE] and run.checkpoints == ["checkpoint-000002"], run.output
-        service.reply = reply
+        fake.reply = reply
         run = launcher.run("gspo", tmp_path / "run", **options).succeeded()
         evaluations = [[line["step"] for line in one.lines if "eval_reward" in line] for one in (run, straight)]
         assert evaluations == [[0, 2, 3], [0, 2, 3]]
         assert comparable(run.lines) == comparable(straight.lines)
         assert_equal_weights(run.weights(), straight.weights())
-    service.stop()
 
 
 @pytest.mark.skipif(not SOAK, reason="scripts/soak.sh: a slow service only takes longer")
 def test_a_slow_reward_service_changes_nothing(launcher, scored, tmp_path):
-    service = Fake()
-    with fault("reward service slow"):
-        service.delay = 0.4
-        assert_same(launcher.run("gspo", tmp_path, **SCORED | {"reward_url": service.url}).succeeded(), scored)
-    service.stop()
+    with Fake() as fake, fault("reward service slow"):
+        fake.delay = 0.4
+        assert_same(launcher.run("gspo", tmp_path, **SCORED | {"reward_url": fake.url}).succeeded(), scored)
 
 
 def jumping_clock(module) -> None:
@@ -400,6 +362,5 @@ def test_a_clock_that_jumps_changes_nothing(launcher, straight, tmp_path):
     with fault("clock jumps"):
         run = launcher.run("gspo", tmp_path, prepare=jumping_clock, steps=STEPS).succeeded()
         assert_same(run, straight)
-        assert all(
-            0 < line["seconds"] < 60 for line in run.steps
-        )  # what lasts is measured by a clock that only goes on
+        # what lasts is measured by a clock that only goes on
+        assert all(0 < line["seconds"] < 60 for line in run.steps)

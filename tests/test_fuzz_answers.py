@@ -54,15 +54,10 @@ def test_nothing_is_earned_without_the_digits_or_the_word(text, number, place, i
     assert ("1" in digits and "2" in digits) or answers_match(text, "(1, 2)") == answers_match(text, "1, 2") == 0
 
 
-def full_width(text: str) -> str:
-    return "".join(chr(ord(char) + 0xFEE0) for char in text)
-
-
 WHOLE = st.integers(-(10**9), 10**9)
 FORMS = ["{}", "{:,}", "{}.00", "{:,}.0", "{}/1", "+{}", "{}e0", "{}00%"]
-AROUND = ["{}", "{}.", "**{}**", "\u201c{}\u201d", "$x = {}$", "#### {}", "#### {} eggs", "#### {})", "\\boxed{{{}}}",
-          "\\fbox{{{}}}", "<answer>{}</answer>", "<think>7</think> <answer>\\boxed{{{}}}</answer>",
-          "7.\n\nit is {}."]  # fmt: skip
+AROUND = ["{}", "{}.", "**{}**", "\u201c{}\u201d", "$x = {}$", "#### {}", "#### {} eggs", "\\fbox{{{}}}",
+          "<answer>{}</answer>", "<think>7</think> <answer>\\boxed{{{}}}</answer>", "7.\n\nit is {}."]  # fmt: skip
 
 
 @settings(max_examples=120, **FUZZ)
@@ -71,7 +66,8 @@ def test_a_number_is_right_however_it_is_written_and_no_other_is(number, other, 
     if number < 0 and form.startswith("+"):
         form = "{}"
     written = form.format(number)
-    text = around.format(full_width(written) if widen else written)
+    full_width = "".join(chr(ord(char) + 0xFEE0) for char in written)
+    text = around.format(full_width if widen else written)
     assert answers_match(text, str(number)) == numbers_match(text, str(number)) == 1
     assert normal_answer(text) == str(number)
     assert answers_match(text, str(other)) == numbers_match(text, str(other)) == float(other == number)
@@ -80,7 +76,7 @@ def test_a_number_is_right_however_it_is_written_and_no_other_is(number, other, 
 # Read in linear time, each takes a fraction of a second; a pattern that is quadratic in one of them takes minutes.
 SIZE = 50_000
 REPEATED = [
-    "{", "(", "\\", "\\boxed ", "-1", ", and ", "1,", "9,999", "1/2/3/4/", "1 1/", "1\xbd", "1~", "1e", "a", "a ", "x=",
+    "{", "(", "\\", "\\boxed ", "-1", ", and ", "1,", "9,999", "1/2/3/4/", "1 1/", "1\xbd", "1~", "1e", "a ", "x=",
     "1 \\text{", "1 \\frac{1}{1", "\u200f", "\xb2", "\u221a", "1\\ ", "1x10^", "1.1\\overline{", "1_", "1-", "1 mm",
 ]  # fmt: skip
 
@@ -96,10 +92,8 @@ def test_long_texts_are_read_in_linear_time():
 
 
 def test_deep_nesting_and_long_numbers_are_read_in_linear_time():
-    deep = 10_000
-    boxes = "\\boxed{" * deep + "7" + "}" * deep
-    assert last_boxed(boxes) == "7" and last_boxed(boxes[:-1]) == "7"
-    assert answers_match(boxes, "7") == 1
+    boxes = "\\boxed{" * 10_000 + "7" + "}" * 10_000
+    assert last_boxed(boxes) == last_boxed(boxes[:-1]) == "7" and answers_match(boxes, "7") == 1
     assert answers_match("\\boxed{" + "{" * SIZE + "7" + "}" * SIZE + "}", "7") == 0
     assert answers_match("(" * SIZE + "1, 2" + ")" * SIZE, "(1, 2)") == 0
     assert answers_match("7" * SIZE, "7") == 0

@@ -31,10 +31,7 @@ def rows_of(path, content: bytes) -> list[dict] | None:
         return read_json_lines(path)
     except ValueError as error:
         assert PLACE.search(str(error)), error
-        return None
 
-
-# ---- lines: as JSON, where NaN equals itself ----
 
 TEXT = st.text('aé\u2028\x85\t\\"{}[]:,1-e\ud83d', max_size=4)
 SCALAR = st.sampled_from([None, True, 8, -0.0, 1e300, float("nan"), float("inf"), 10**4000]) | TEXT
@@ -43,18 +40,17 @@ RAW = FIELDS.map(lambda fields: json.dumps(fields, ensure_ascii=False).replace("
 WHOLE = FIELDS.map(json.dumps) | RAW
 DAMAGED = st.builds(lambda text, cut, new: text[:cut] + new + text[cut + 1 :], WHOLE, st.integers(0, 30), TEXT)
 ODD = st.sampled_from(
-    ["", " \t", "\ufeff", "\xa0", "[" * 2000, '{"a":' * 2000, '{"a":' + "1" * 5000 + "}", '{"a":1,"a":1}', "NaN", "[]"]
+    ["", " \t", "\ufeff", "\xa0", "[" * 2000, '{"a":' + "1" * 5000 + "}", '{"a":1,"a":1}', "NaN", "[]"]
 )
 LINE = st.builds(lambda text: text.encode("utf-8", "surrogatepass"), WHOLE | DAMAGED | ODD)
 LINES = st.lists(st.builds(str.encode, WHOLE | st.sampled_from(["", " \t", "\ufeff"])), max_size=4)
 
 
+FILES = LINES | st.lists(LINE | st.binary(max_size=4), max_size=4)
+
+
 @settings(max_examples=100, **FUZZ)
-@given(
-    lines=LINES | st.lists(LINE | st.binary(max_size=4), max_size=4),
-    end=st.sampled_from([b"\n", b"\r\n"]),
-    mark=st.sampled_from([b"", b"\xef\xbb\xbf"]),
-)
+@given(lines=FILES, end=st.sampled_from([b"\n", b"\r\n"]), mark=st.sampled_from([b"", b"\xef\xbb\xbf"]))
 def test_every_line_is_a_row_or_an_error_with_its_place(path, lines, end, mark):
     content = mark + end.join(lines)
     rows = rows_of(path, content)
@@ -79,15 +75,11 @@ def test_no_row_of_a_file_that_was_cut_off_is_lost_in_silence(path, rows, cut):
     assert found is None or json.dumps(found) == json.dumps(rows[: len(found)])
 
 
-# ---- rows ----
-
 TEMPLATED = "<im_start>user\nhi<im_end>\n<im_start>assistant\n"
 WORDS = st.sampled_from(["", " ", "hi", "2+2=?", "<pad>", TEMPLATED, "\ud800"])
 CONTENT = WORDS | st.sampled_from([None, 5, [{"type": "text", "text": "hi"}]])
-TURN = st.fixed_dictionaries(
-    {"role": st.sampled_from([*ROLES[:5], "gpt", None, 5]), "content": CONTENT},
-    optional={"tool_calls": st.sampled_from([None, [], [{"type": "function"}]])},
-)
+TURN = st.fixed_dictionaries({"role": st.sampled_from([*ROLES[:5], "gpt", None, 5]), "content": CONTENT},
+                             optional={"tool_calls": st.sampled_from([None, [], [{"type": "function"}]])})  # fmt: skip
 GOOD = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": st.just("hi")})
 CHAT = st.builds(lambda turns: [*turns, {"role": "user", "content": "hi"}], st.lists(GOOD, max_size=2))
 CHAT |= st.lists(GOOD, max_size=3) | st.lists(TURN, max_size=3)
@@ -108,11 +100,11 @@ def judge(completions, answers, **columns):
     return [0.0] * len(completions)
 
 
+ROWS = st.lists(ROW, min_size=1, max_size=2) | st.lists(ROW | ODD_ROW | SHADOWED, min_size=1, max_size=2)
+
+
 @settings(max_examples=150, **FUZZ)
-@given(
-    rows=st.lists(ROW, min_size=1, max_size=2) | st.lists(ROW | ODD_ROW | SHADOWED, min_size=1, max_size=2),
-    tokenizer=st.sampled_from(TOKENIZERS),
-)
+@given(rows=ROWS, tokenizer=st.sampled_from(TOKENIZERS))
 def test_every_row_is_fit_for_the_loop_or_an_error_with_its_number(path, rows, tokenizer):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     try:

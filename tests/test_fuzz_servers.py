@@ -38,8 +38,7 @@ TRUTH = {"canvas": {"width": 100, "height": 100}, "layers": [
     {"type": "text", "text": "Night Market", "x": 10, "y": 10, "width": 80, "height": 20, "font_size": 12},
     {"type": "shape", "x": 10, "y": 50, "width": 80, "height": 40, "fill": "#204060"}]}  # fmt: skip
 GOLD, FONTS = json.dumps(TRUTH), Fonts()
-NUMBERS = st.integers(-(10**6), 10**6) | st.floats()
-NUMBERS |= st.sampled_from([0, -0.0, 1e-300, 1e308, 10**400, -(10**30), 2**63])
+NUMBERS = st.integers(-(10**6), 10**6) | st.floats() | st.sampled_from([1e-300, 1e308, 10**400, 2**63])
 NAMES = ["layers", "canvas", "type", "x", "y", "width", "height", "text", "font_size", "color", "opacity", "z", "src",
          "fill", "align", "background"]  # fmt: skip
 ODD = ["image", "#FFF", "Night Market", "\ud800", "\x00", "```json", "{", '"', "</think>", ""]
@@ -67,11 +66,10 @@ def broken(draw, text: str) -> str:
     return text
 
 
-# ---- the parser and the score of a poster ----
-
-
 @FUZZ
-@given(st.one_of(st.text(), VALUES.map(json.dumps), POSTERS, broken(GOLD), broken(f"```json\n{GOLD}\n```")))
+@given(
+    st.one_of(st.just(GOLD), st.text(), VALUES.map(json.dumps), POSTERS, broken(GOLD), broken(f"```json\n{GOLD}\n```"))
+)
 def test_any_text_is_a_poster_or_malformed_and_has_its_score(text):
     try:
         poster = layout.parse(text, layout.ground_truth(TRUTH))
@@ -83,20 +81,14 @@ def test_any_text_is_a_poster_or_malformed_and_has_its_score(text):
     if poster is None:
         assert value["score"] == 0 and not value["parse_ok"] and value["reason"]
         return
-    assert 0 < value["score"] <= 1 and all(math.isfinite(side) for layer in poster.layers for side in layer.box)
+    assert (0.9 if text == GOLD else 0) < value["score"] <= 1
+    assert all(math.isfinite(side) for layer in poster.layers for side in layer.box)
     # nothing comes from nothing: a text counts only if the truth has one like it, and a layer only where it is seen
     texts = [layer.text for layer in poster.layers if layer.kind == "text"]
     if not any(reward.similarity(text, "Night Market") for text in texts):
         assert value["accuracy"] == 0
     if all(layer.x >= 1 or layer.y >= 1 or layer.box[2] <= 0 or layer.box[3] <= 0 for layer in poster.layers):
         assert (value["structure"], value["accuracy"], value["visual"]) == (0, 0, 0) and value["score"] <= 0.01
-
-
-def test_the_good_poster_itself_has_the_whole_score():
-    assert reward.score(GOLD, TRUTH, fonts=FONTS)["score"] > 0.9  # or the properties above would say little
-
-
-# ---- requests ----
 
 
 def as_json(value) -> bytes:
@@ -124,44 +116,33 @@ def test_a_body_holds_items_or_is_refused(body, many):
         assert refused.code in ("bad_json", "bad_request") and len(refused.text) > 20
 
 
-def started(server):
+@pytest.fixture(scope="module")
+def server():
+    server = Server()
     yield server
     server.stop()
 
 
 @pytest.fixture(scope="module")
-def server():
-    yield from started(Server())
-
-
-@pytest.fixture(scope="module")
 def teacher(model_folders):
-    yield from started(TeacherServer(model_folders["teacher"]))
+    teacher = TeacherServer(model_folders["teacher"])
+    yield teacher
+    teacher.stop()
 
 
 def healthy(server) -> bool:
     return requests.get(f"{server.url}/health", timeout=2).status_code == 200
 
 
-def port_of(server) -> int:
-    return int(server.url.rpartition(":")[2])
+def connected(server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), 5)
 
 
-def raw(server, data: bytes, half_closed: bool) -> int:
-    """The status that the server answers to some bytes, after which it hears no more; 0 for none."""
-    with socket.create_connection(("127.0.0.1", port_of(server)), 5) as connection:
-        answer = b""
-        with contextlib.suppress(OSError):  # the server may hang up before it has heard all
-            connection.sendall(data)
-            if half_closed:
-                connection.shutdown(socket.SHUT_WR)
-            while part := connection.recv(65536):
-                answer += part
-    return int(answer.split()[1]) if answer else 0
+def body(content: bytes, *headers: bytes) -> bytes:
+    return b"\r\n".join([*headers, b"Content-Length: %d" % len(content), b"", content])
 
 
 GOOD = json.dumps(poster_item()).encode()
-PACKED = gzip.compress(GOOD)
 POST = b"POST /compute_reward HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
 
 
@@ -171,12 +152,18 @@ POST = b"POST /compute_reward HTTP/1.1\r\nHost: localhost\r\nConnection: close\r
     (POST + b"Content-Length: 99999\r\n\r\nhalf", {0, 400}),  # whoever has gone hears nothing
     (POST + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n", {400}),
     (POST + b"X: " + b"a" * 200_000 + b"\r\n\r\n", {0, 400, 431}), (POST + b"\r\n", {400}),
-    (POST + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(PACKED) + PACKED, {400}),
-    (POST + b"Content-Type: text/html\r\nContent-Length: %d\r\n\r\n" % len(GOOD) + GOOD, {200}),
-    (POST + b"Content-Length: %d\r\n\r\n" % len(GOOD) + GOOD + b"rubbish", {200}),  # of a next request
-], ids=range(10))  # fmt: skip
+    (POST + body(gzip.compress(GOOD), b"Content-Encoding: gzip"), {400}),
+    (POST + body(GOOD, b"Content-Type: text/html") + b"rubbish", {200}),  # of a next request
+], ids=range(9))  # fmt: skip
 def test_what_is_no_request_of_http_leaves_the_server_at_work(server, data, statuses):
-    assert raw(server, data, half_closed=0 in statuses) in statuses and healthy(server)
+    answer = b""
+    with connected(server) as connection, contextlib.suppress(OSError):  # the server may hang up before it heard all
+        connection.sendall(data)
+        if 0 in statuses:
+            connection.shutdown(socket.SHUT_WR)
+        while part := connection.recv(65536):
+            answer += part
+    assert int((answer or b"_ 0").split()[1]) in statuses and healthy(server)
 
 
 def test_a_body_above_the_limit_is_refused_although_it_is_still_being_sent(server, teacher, monkeypatch):
@@ -193,12 +180,9 @@ def test_a_body_above_the_limit_is_refused_although_it_is_still_being_sent(serve
 def test_a_client_that_sends_a_byte_a_second_stands_in_nobodys_way(server, teacher):
     for own in (server, teacher):
         with contextlib.ExitStack() as stack:
-            for head in (b"POST", POST, POST + b"Content-Length: 100\r\n\r\n{"):
-                for _ in range(5):
-                    slow = socket.create_connection(("127.0.0.1", port_of(own)), 5)
-                    stack.enter_context(slow).sendall(head)
+            for head in 5 * (b"POST", POST, POST + b"Content-Length: 100\r\n\r\n{"):
+                stack.enter_context(connected(own)).sendall(head)
             assert healthy(own)
-    assert server.post(ONE, poster_item()).json()["score"] > 0.98
 
 
 def test_a_body_that_does_not_come_is_not_waited_for_longer_than_its_deadline(server, teacher, monkeypatch):
@@ -219,14 +203,10 @@ def test_paths_methods_and_names_that_are_not_known(server, teacher):
     for own in (server, teacher):
         for path in ("/nope", "//health", "/%2e%2e/info", "/health%00", "/" + "a" * 30_000):
             assert requests.get(own.url + path, timeout=5).status_code == 404
-        for method in ("PUT", "DELETE", "PATCH", "TRACE", "FOO"):
+        for method in ("PUT", "TRACE", "FOO"):
             assert requests.request(method, f"{own.url}/health", timeout=5).status_code == 405
-        for host in ("evil.example", "[", ""):
-            assert requests.get(f"{own.url}/info", headers={"Host": host}, timeout=5).status_code == 403
-        assert requests.get(f"{own.url}/info", headers={"Host": "LOCALHOST:1"}, timeout=5).status_code == 200
-
-
-# ---- requests to a teacher ----
+        for host, status in (("evil.example", 403), ("[", 403), ("", 403), ("LOCALHOST:1", 200)):
+            assert requests.get(f"{own.url}/info", headers={"Host": host}, timeout=5).status_code == status
 
 
 def tensor_file(header: bytes | dict, data: bytes = b"", size: int | None = None) -> bytes:
@@ -248,15 +228,11 @@ LIES = {
     "unknown type": tensor_file({"tokens": entry(0, 4, 1, dtype="I33")}, b"1234"),
     "type that torch has not": tensor_file({"tokens": entry(0, 1, 2, dtype="F4")}, b"1"),
     "shape above all": tensor_file({"tokens": entry(0, 4, 2**62, 4)}, b"1234"),
-    "negative shape": tensor_file({"tokens": entry(0, 4, -1)}, b"1234"),
     "empty": tensor_file({"tokens": entry(0, 0, 0)}),
     "length above all": tensor_file(b"{}", size=2**63),
-    "length beyond the body": tensor_file(b"{}", size=3),
     "long header": tensor_file(b"{" + b" " * 2**17 + b"}"),
     "brackets": tensor_file(b'{"a":' + b"[" * 60_000),
-    "names": tensor_file({f"a{i}": entry(0, 0, 0) for i in range(900)}),
     "metadata that are a list": tensor_file({"__metadata__": [1], **WHOLE}, DATA),
-    "metadata with a number": tensor_file({"__metadata__": {"top_k": 1}, **WHOLE}, DATA),
     "metadata twice": tensor_file(b'{"__metadata__":{},"__metadata__":{},' + json.dumps(WHOLE).encode()[1:], DATA),
 }
 
@@ -265,12 +241,8 @@ LIES = {
 def test_a_header_that_lies_is_refused(teacher, name):
     answer = requests.post(teacher.url + TOP_K, data=LIES[name], timeout=10)
     assert answer.status_code == 422 and len(answer.json()["error"]) > 20, answer.text
-    assert healthy(teacher)
-
-
-def test_metadata_that_are_nothing_leave_all_options_as_they_are(teacher):
-    body = tensor_file({"__metadata__": None, **WHOLE}, DATA)
-    assert requests.post(teacher.url + TOP_K, data=body, timeout=10).status_code == 200
+    whole = tensor_file({"__metadata__": None, **WHOLE}, DATA)  # all options stay what they are
+    assert requests.post(teacher.url + TOP_K, data=whole, timeout=10).status_code == 200
 
 
 STUB = SimpleNamespace(info={"vocabulary_size": 64, "max_tokens": 512, "max_top_k": 64},
@@ -281,12 +253,11 @@ TENSORS = st.builds(lambda x, kind: torch.tensor(x).to(kind), st.lists(st.intege
 PARTS = st.sampled_from(["tokens", "prompt_lengths", "completion_lengths", "numbers"])
 
 
+CHOSEN = st.dictionaries(st.sampled_from(OPTIONS), st.text(max_size=5) | NUMBERS.map(str), max_size=2)
+
+
 @FUZZ
-@given(
-    st.sampled_from([TOP_K, GENERATE]),
-    st.dictionaries(PARTS, TENSORS, max_size=2),
-    st.dictionaries(st.sampled_from(OPTIONS), st.text(max_size=5) | NUMBERS.map(str), max_size=2),
-)
+@given(st.sampled_from([TOP_K, GENERATE]), st.dictionaries(PARTS, TENSORS, max_size=2), CHOSEN)
 def test_a_request_to_a_teacher_is_a_job_or_refused(path, tensors, options):
     own, said = request(**({"max_new_tokens": 4} | options))
     own["numbers"] = torch.tensor([1, 2])
@@ -306,10 +277,7 @@ def test_sequences_of_a_request_have_a_limit(monkeypatch):
         teacher_worker.read(TOP_K, service.pack(*request()), STUB)
 
 
-# ---- answers ----
-
-ANSWERS = st.binary(max_size=60) | VALUES.map(as_json) | VALUES.map(answer)
-ANSWERS |= st.lists(VALUES, min_size=2, max_size=2).map(answer)
+ANSWERS = st.binary(max_size=60) | VALUES.map(as_json) | st.lists(VALUES, max_size=2).map(answer)
 ANSWERS |= broken(answer(GOOD_RESULTS).decode()).map(lambda text: text.encode(errors="surrogatepass"))
 KEYS = st.sampled_from(["id", "ok", "score", "error", "structure", "service", "ms"])
 ANSWERS |= st.dictionaries(KEYS, VALUES, min_size=1, max_size=3).map(lambda changes: first(**changes))

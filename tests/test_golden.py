@@ -86,7 +86,8 @@ CASES = {
     "poster_grpo two": (2, dict(policy="text", loss="dapo", kl_coef=0.1), {}),
 }
 # one of each kind; the others are variants
-FAST = {"gspo masked", "gspo clipped", "gspo resumed", "gspo_multigpu refresh", "grpo grpo", "grpo dr_grpo", "grpo cispo",
+FAST = {"gspo masked", "gspo clipped", "gspo resumed", "gspo_multigpu refresh", "grpo grpo", "grpo dr_grpo",
+        "grpo cispo",
         "grpo dual", "grpo_ddp two", "gkd reverse", "gkd opd", "gkd mixed jsd", "similarity_grpo discount",
         "poster_grpo text"}  # fmt: skip
 

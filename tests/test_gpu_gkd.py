@@ -96,7 +96,7 @@ def test_peak_memory_is_three_chunks_of_logits(cuda, compile):
 
 @needs(1)
 @pytest.mark.parametrize("frozen", [True, False])
-def test_offloading_frees_what_it_says(cuda, frozen):
+def test_offloading_frees_what_it_says(model_folders, cuda, frozen):
     model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(8))).to(cuda, torch.bfloat16)
     model.requires_grad_(not frozen)
     before, memory = {k: v.clone() for k, v in model.state_dict().items()}, Offload(model)
@@ -115,9 +115,7 @@ def test_offloading_frees_what_it_says(cuda, frozen):
         allocated = torch.cuda.memory_allocated()
         assert optimizer.offload() * GIB == pytest.approx(allocated - torch.cuda.memory_allocated(), rel=0.01)
 
-
-@needs(1)
-def test_a_teachers_body_leaves_and_its_head_stays(model_folders, cuda):
+    # a teacher's body leaves and its head stays
     teacher = LocalTeacher(str(model_folders["teacher"]), [cuda], "bf16", temperature=1.0, compile=False)
     output = teacher.model.get_output_embeddings().weight
     size = sum(p.numel() for p in teacher.model.parameters()) - output.numel()
@@ -141,12 +139,8 @@ def assert_alike(run, other) -> None:
 
 
 @needs(1)
-def test_a_run_on_a_gpu_is_that_on_the_cpu(launcher, one_gpu):
+def test_a_run_on_a_gpu_is_that_on_the_cpu_and_offloading_changes_nothing(launcher, one_gpu, tmp_path):
     assert_alike(one_gpu, launcher.trained("gkd", steps=4))
-
-
-@needs(1)
-def test_offloading_changes_nothing_on_a_gpu(launcher, one_gpu, tmp_path):
     options = dict(param_offload=True, optimizer_offload="rollout", **FP32)
     run = run_script(launcher, [sys.executable], launcher.copy("gkd"), tmp_path / "run", **options)
     assert_alike(run, one_gpu)
@@ -170,7 +164,7 @@ def test_bf16_and_compiled_by_default(launcher, tmp_path, loss):
     ("gkd_multigpu", [sys.executable], dict(ROLLOUT_GPU_IDS=(1,))),
     ("gkd_multigpu", [sys.executable], dict(STUDENT_GPU_IDS=(1,), TEACHER_GPU_IDS=(0, 1))),
     ("gkd_ddp", TORCHRUN, {}),
-], ids=["two students", "separate rollouts", "teacher on both", "two ranks"])  # fmt: skip
+])  # fmt: skip
 def test_layouts_of_two_gpus_are_one_gpu(launcher, one_gpu, tmp_path, script, command, constants):
     copy = launcher.copy(script, **constants)
     assert_alike(run_script(launcher, command, copy, tmp_path / "run", **FP32), one_gpu)
@@ -183,9 +177,8 @@ def test_a_teacher_spread_over_two_gpus_says_the_same(model_folders):
     ids = torch.arange(4, 20, device=gpus[0])[None]
     assert len(set(spread.hf_device_map.values())) == 2
     mask = torch.ones_like(ids, dtype=torch.bool)
+    args = ids[:, :6], mask[:, :6], ids[:, 6:], mask[:, 6:]
     for wrapper in (distillation.HiddenStates, logprobs.LogProbs):
-        one, two = (
-            wrapper(m, 1.0)(ids[:, :6], mask[:, :6], ids[:, 6:], mask[:, 6:])[0].to(gpus[0]) for m in (whole, spread)
-        )
+        one, two = (wrapper(model, 1.0)(*args)[0].to(gpus[0]) for model in (whole, spread))
         assert_rounded(one, two, TERMS)
         assert two.abs().mean() > 0.1

@@ -66,8 +66,7 @@ def test_every_rank_has_its_own_gpu_where_a_constant_is_none():
         roles(dict(POLICY_GPU_IDS=(0, 1)), RL, ranks=2)
 
 
-@pytest.mark.parametrize(("name", "value"), [("POLICY_GPU_IDS", 0), ("POLICY_GPU_IDS", ("0",)),
-                                             ("REFERENCE_GPU_ID", "cuda:1"), ("REFERENCE_GPU_ID", (1,))])  # fmt: skip
+@pytest.mark.parametrize(("name", "value"), [("POLICY_GPU_IDS", 0), ("REFERENCE_GPU_ID", (1,))])
 def test_a_constant_that_is_no_gpu_number_is_named(name, value):
     constants = {"POLICY_GPU_IDS": (0,), "REFERENCE_GPU_ID": 0, name: value}
     with pytest.raises(ValueError, match=f"{name} = .*must be GPU numbers"):
@@ -108,7 +107,6 @@ def test_the_check_says_what_the_script_says(loaded, visible, path):
 @pytest.mark.parametrize(("script", "constants", "said"), [
     ("gkd_multigpu", dict(ROLLOUT_GPU_IDS=(0, 3)), r"STUDENT_GPU_IDS = \(0,\), ROLLOUT_GPU_IDS = \(0, 3\).*none both"),
     ("gkd_multigpu", dict(ROLLOUT_GPU_IDS=(3,), TEACHER_GPU_IDS=(0, 3)), ""),
-    ("gspo_multigpu", dict(POLICY_GPU_IDS=(1, 1)), r"POLICY_GPU_IDS = \(1, 1\).*must be GPU numbers"),
     ("similarity_grpo", dict(SIMILARITY_GPU_IDS=(0, 9)), r"SIMILARITY_GPU_IDS = \(0, 9\).*below the 8 visible"),
 ])  # fmt: skip
 def test_exclusive_roles_may_not_share_a_gpu_and_frozen_ones_may(loaded, visible, monkeypatch, script, constants, said):
@@ -133,26 +131,19 @@ def test_a_copy_under_another_name_is_read_with_what_was_edited(launcher):
     assert again is not module and again.__name__ != module.__name__
 
 
-@pytest.mark.parametrize(("flags", "said"), [("--lerning_rate 1", "unknown option --lerning_rate; did you mean"),
-                                             ("--group_size 1", "group_size = 1: must be at least 2")])  # fmt: skip
-def test_errors_of_flags_are_those_of_the_script(capsys, flags, said):
+def test_errors_of_flags_are_those_of_the_script(capsys):
     with pytest.raises(SystemExit) as left:
-        layouts.load(SCRIPTS["gspo"], flags.split())
-    assert left.value.code == 2 and f"gspo.py: error: {said}" in capsys.readouterr().err
+        layouts.load(SCRIPTS["gspo"], ["--lerning_rate", "1"])
+    assert left.value.code == 2 and "gspo.py: error: unknown option --lerning_rate; did you" in capsys.readouterr().err
 
 
-def test_a_copy_outside_of_the_clone_is_refused(tmp_path):
-    (tmp_path / "copy.py").write_text(SCRIPTS["gspo"].read_text())
-    with pytest.raises(ValueError, match=r"copy\.py': must stand inside the clone"):
-        layouts.load(tmp_path / "copy.py")
-
-
-@pytest.mark.parametrize("text", [None, "", "1 / 0\nclass Config: pass", "1 / 0\nPOLICY_GPU_IDS = (0,)"])
-def test_what_is_no_training_script_is_not_executed(tmp_path, text):
+@pytest.mark.parametrize("text", ["", "1 / 0\nclass Config: pass", "1 / 0\nPOLICY_GPU_IDS = (0,)"])
+def test_what_is_no_training_script_of_the_clone_is_not_executed(tmp_path, text):
     path = tmp_path / "other.py"
-    if text is None:
-        path.mkdir()
-    elif text:
-        path.write_text(text)
-    with pytest.raises(ValueError, match=r"other\.py': must be a training script.*gspo/gspo\.py.*gkd/gkd_ddp\.py"):
+    path.write_text(SCRIPTS["gspo"].read_text())
+    with pytest.raises(ValueError, match=r"other\.py': must stand inside the clone"):
         layouts.load(path)
+    path.write_text(text)
+    for wrong in (path, tmp_path):
+        with pytest.raises(ValueError, match=r"must be a training script.*gspo/gspo\.py.*gkd/gkd_ddp\.py"):
+            layouts.load(wrong)

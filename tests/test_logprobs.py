@@ -22,7 +22,8 @@ from common.logprobs import LogProbs
 
 CPU = torch.device("cpu")
 FAMILIES = ["qwen2", "gpt2"]
-OTHERS = {"llama": {}, "qwen3": {}, "mistral": dict(sliding_window=12), "gemma": {}, "phi": {}}  # phi: biases
+OTHERS = {"llama": {}, "qwen3": {}, "mistral": dict(sliding_window=12), "gemma": {}, "phi": {},  # phi: biases
+          "gemma2": dict(head_dim=8, final_logit_softcapping=2.0, attn_logit_softcapping=None)}  # fmt: skip
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15, 16, 17], [20, 21, 22], [23]]
 COMPLETIONS = [[30, 31, 3], [32, 33], [34, 35, 36, 37, 38, 39, 3], [40]]
 # Roundings on the way through a tiny model: in each of two layers seven products over at most 64 terms, two norms over
@@ -91,10 +92,10 @@ def gradients(model, loss) -> dict[str, torch.Tensor]:
     return found
 
 
-def naive_gradients(model, temperature=0.7, which=0) -> dict[str, torch.Tensor]:
+def naive_gradients(model, which=0) -> dict[str, torch.Tensor]:
     """Of the weighted sum over all rows, one at a time; of log-probabilities, or (1) of entropies."""
     rows = zip(PROMPTS, COMPLETIONS, weights((4, 7)), strict=True)
-    return gradients(model, sum(naive(model, p, c, temperature)[which] @ w_C[: len(c)] for p, c, w_C in rows))
+    return gradients(model, sum(naive(model, p, c, 0.7)[which] @ w_C[: len(c)] for p, c, w_C in rows))
 
 
 def assert_same(actual, expected):
@@ -118,6 +119,7 @@ def test_packed_rows_are_padded_rows_are_single_rows(policies, family):
     rows = [naive(model, p, c, 0.7) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
     (expected_logps, expected_entropy), of_logps = map(torch.cat, zip(*rows, strict=True)), naive_gradients(model)
     of_entropy = naive_gradients(model, which=1)
+    logprobs.check_head(model)
     for packed in (True, False):
         policy = LogProbs(model, 0.7, compile=True, train_entropy=packed)
         assert policy.packed and not policy.compiled  # on a CPU
@@ -165,6 +167,10 @@ def test_padding_and_what_stands_in_it_does_not_matter(policies, family, packed)
     assert_same(other_entropy[:4, :7], entropy[order])
     found = gradients(model, (other[:4, :7] * w[order]).sum())
     assert_same_gradients(found, gradients(model, (logps * w).sum()))
+    padded.completion_mask[:] = False
+    logps, entropy = policy(*padded.tokens)
+    assert not logps.any() and not entropy.any()
+    assert not any(gradient.any() for gradient in gradients(model, logps.sum()).values())  # zeros, not None
 
 
 class Live(TorchDispatchMode):
@@ -274,20 +280,15 @@ def test_the_entropy_of_tokens_without_probability_has_a_finite_gradient():
     assert found.isfinite().all()
 
 
-@pytest.mark.parametrize("chunk", [1024, 5])
-def test_a_frozen_head_does_not_compute_logits_again(monkeypatch, chunk):
-    monkeypatch.setattr(head, "CHUNK_TOKENS", chunk)
-    logps, _ = head._Head.apply(*head_inputs(13, frozen=True)[:4], 0.7, None, False)
-    monkeypatch.setattr(head, "project", None)
-    logps.sum().backward()
-
-
 @pytest.mark.parametrize("frozen", [False, True])
-def test_no_tensor_is_larger_than_a_chunk_of_logits(monkeypatch, frozen):
+def test_no_tensor_is_larger_than_a_chunk_of_logits_and_a_frozen_head_computes_them_once(monkeypatch, frozen):
     monkeypatch.setattr(head, "CHUNK_TOKENS", 10)  # more than the hidden size: the weight is smaller
     inputs = head_inputs(95, V=300, frozen=frozen)
     with Live() as live:
-        head._Head.apply(*inputs[:4], 0.7, None, False)[0].sum().backward()
+        logps, _ = head._Head.apply(*inputs[:4], 0.7, None, False)
+        if frozen:
+            monkeypatch.setattr(head, "project", None)
+        logps.sum().backward()
     assert live.largest == 4 * 10 * 300
 
 
@@ -321,18 +322,16 @@ def test_half_precision_holds_the_gradients_of_logits(tensor_cores, monkeypatch,
     compare_heads(head_inputs(13, V=3000, dtype=dtype, frozen=frozen, size=0.02), temperature=0.1, scale=scale)
 
 
-def test_likely_tokens_keep_their_gradient_in_half_precision(tensor_cores):
-    # p = 1 - 1e-4 is 1 in bf16: a gradient made of W[y] - pW after rounding would be 0
-    hidden = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.tensor([[9.25], [0.0]], dtype=torch.bfloat16, requires_grad=True)
-    compare_heads((hidden, weight, None, torch.tensor([0]), torch.ones(1)))
-
-
-def test_gradients_of_a_bf16_head_add_up_in_fp32_over_chunks(monkeypatch):
+def test_a_bf16_head_keeps_gradients_of_likely_tokens_and_sums_of_many(request, monkeypatch):
     monkeypatch.setattr(head, "CHUNK_TOKENS", 1)
     hidden, weight, _, ids, _ = head_inputs(1, dtype=torch.bfloat16)
     hidden = hidden.detach().repeat(400, 1).requires_grad_()  # added up in bf16, the sum would end at 256 equal ones
     compare_heads((hidden, weight, None, ids.repeat(400), torch.ones(400)))
+    # p = 1 - 1e-4 is 1 in bf16: a gradient made of W[y] - pW after rounding would be 0
+    request.getfixturevalue("tensor_cores")
+    hidden = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.tensor([[9.25], [0.0]], dtype=torch.bfloat16, requires_grad=True)
+    compare_heads((hidden, weight, None, torch.tensor([0]), torch.ones(1)))
 
 
 def test_logits_of_a_bf16_model_are_not_rounded(model_folders):
@@ -360,34 +359,28 @@ def test_the_first_ratio_is_exactly_one(model_folders, family, checkpointing, dt
     logprobs.fill([batch], "ref_logps", LogProbs(models.load_frozen(folder, CPU, dtype), 0.7), CPU)
     logps, _ = policy(*batch.tokens)
     assert logps.requires_grad and not batch.old_logps.requires_grad
+    assert torch.equal(logps, batch.old_logps) and torch.equal(logps, batch.ref_logps)
     ratio = losses.sequence_ratio(logps, batch.old_logps, batch.completion_mask)
     assert torch.equal(ratio, torch.ones(4))
-    assert torch.equal(losses.token_ratio(logps, batch.old_logps), torch.ones_like(logps))
-    assert not losses.clip_stats(ratio, torch.tensor([1.0, -1, 1, -1]), 0, 0, torch.ones(4))["out_of_range"]
-    assert not losses.kl_estimate(logps, batch.ref_logps, "k3").any()
     assert all(g.any() for g in gradients(model, ratio.sum()).values())  # every weight takes part
 
 
-def test_fill_writes_each_micro_batch_its_own_rows(policies):
-    policy = LogProbs(policies["qwen2"], 1.0)
+@pytest.mark.parametrize(("compiled", "trained"), [(True, True), (True, False), (False, True)])
+def test_fill_writes_rows_and_makes_gradients_only_where_the_update_is_compiled(
+    policies, monkeypatch, compiled, trained
+):
+    monkeypatch.setattr(head, "kernel", lambda function, compile: function)
+    model, modes, cut = copy.deepcopy(policies["qwen2"]).requires_grad_(trained), [], [[2, 0], [1], [3]]
+    policy = LogProbs(model, 1.0)
     whole, _ = policy(*pack(PROMPTS, COMPLETIONS).tokens)
-    cut = [[2, 0], [1], [3]]
+    policy.compiled = compiled
+    model.model.register_forward_hook(lambda *args: modes.append(torch.is_grad_enabled()))
     micros = [pack([PROMPTS[i] for i in rows], [COMPLETIONS[i] for i in rows]) for rows in cut]
     logprobs.fill(micros, "old_logps", policy, CPU)
     for rows, micro in zip(cut, micros, strict=True):
         assert_same(micro.old_logps, whole[rows][:, : micro.completion_ids.shape[1]])
-        assert micro.ref_logps is None
-
-
-@pytest.mark.parametrize(("compiled", "trained"), [(True, True), (True, False), (False, True)])
-def test_fill_makes_gradients_only_where_the_update_runs_a_compiled_graph(policies, monkeypatch, compiled, trained):
-    monkeypatch.setattr(head, "kernel", lambda function, compile: function)
-    model = copy.deepcopy(policies["qwen2"]).requires_grad_(trained)
-    policy, batch, modes = LogProbs(model, 1.0), pack(PROMPTS, COMPLETIONS), []
-    policy.compiled = compiled
-    model.model.register_forward_hook(lambda *args: modes.append(torch.is_grad_enabled()))
-    logprobs.fill([batch], "old_logps", policy, CPU)
-    assert modes == [compiled and trained] and not batch.old_logps.requires_grad
+        assert micro.ref_logps is None and not micro.old_logps.requires_grad
+    assert modes == [compiled and trained] * 3
     assert torch.is_grad_enabled() and all(p.grad is None for p in model.parameters())
 
 
@@ -424,6 +417,8 @@ def test_blocks_and_head_are_compiled_once(model_folders, monkeypatch, checkpoin
     monkeypatch.setattr(head, "kernel", lambda function, compile: kernels[function] if compile else function)
     for block in model.model.layers:
         block.compile(dynamic=True, backend=backend)
+    # the compiler keeps few variants of a layer: used up by examining it, it would leave decoding uncompiled
+    assert attention.install(model).reason == "" and not graphs
     policy.compiled = True
     for batch, (logps, found) in zip(batches, expected, strict=True):
         logprobs.fill([batch], "old_logps", policy, CPU)
@@ -433,21 +428,6 @@ def test_blocks_and_head_are_compiled_once(model_folders, monkeypatch, checkpoin
         assert_same_gradients(gradients(model, compiled_logps.sum()), found)
         assert len(graphs) == 3  # one for all blocks, two for the head
     torch._dynamo.reset()
-
-
-def test_examining_a_compiled_model_compiles_nothing():
-    # the compiler keeps few variants of a layer: used up by this, it would leave decoding uncompiled, and say nothing
-    from torch._dynamo.testing import CompileCounter
-
-    model, counter = tiny_model("llama"), CompileCounter()
-    support = attention.install(model)
-    blocks = attention.decoder_layers(model, support)
-    for block in blocks:
-        block.compile(dynamic=True, backend=counter)
-    assert attention.install(model).reason == support.reason == "" and len(blocks) == 2
-    assert counter.frame_count == 0
-    model.get_decoder()(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False)
-    assert counter.frame_count == 1  # so the counter does count
 
 
 def test_lora(model_folders):
@@ -478,36 +458,19 @@ def test_adapters_of_the_head_are_refused(model_folders, where):
         LogProbs(peft.get_peft_model(model, peft.LoraConfig(r=4, **modules)), 1.0)
 
 
-def test_a_model_that_scales_its_logits_is_refused(tmp_path, tokenizer):
+def test_the_head_is_checked_where_models_are_loaded_and_leaves_their_mode_as_it_was(policies, tmp_path, tokenizer):
     scaled = tiny_model("granite", logits_scaling=4.0)
     scaled.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    for call in (
-        lambda: logprobs.check_head(scaled),
-        lambda: models.load_policy(str(tmp_path), CPU, "fp32"),
-        lambda: models.load_frozen(str(tmp_path), CPU, "fp32"),
-    ):
+    for load in (models.load_policy, models.load_frozen):
         with pytest.raises(ValueError, match="GraniteForCausalLM: its logits differ"):
-            call()
+            load(str(tmp_path), CPU, "fp32")
     for dtype in (torch.float32, torch.bfloat16):
         logprobs.check_head(tiny_model("granite", logits_scaling=1.0).to(dtype))
-
-
-def test_soft_capped_logits_are_computed_as_the_model_does():
-    model = tiny_model("gemma2", head_dim=8, final_logit_softcapping=2.0, attn_logit_softcapping=None)
-    logprobs.check_head(model)
-    batch = pack(PROMPTS[:1], COMPLETIONS[:1])
-    logps, _ = LogProbs(model, 0.7)(*batch.tokens)
-    assert_same(logps[0], naive(model, PROMPTS[0], COMPLETIONS[0], 0.7)[0])
-    model.config.final_logit_softcapping = None
-    assert (LogProbs(model, 0.7)(*batch.tokens)[0] - logps).abs().max() > 0.1  # or the cap would not have been tested
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_checking_the_head_leaves_the_mode_as_it_was_and_finds_broken_weights(policies, training):
-    model = copy.deepcopy(policies["gpt2"]).train(training)
-    logprobs.check_head(model)
-    assert {module.training for module in model.modules()} == {training}
+    for training in (True, False):
+        model = copy.deepcopy(policies["gpt2"]).train(training)
+        logprobs.check_head(model)
+        assert {module.training for module in model.modules()} == {training}
     model.transformer.ln_f.weight.data[0] = torch.nan
     with pytest.raises(ValueError, match="logits differ by nan"):
         logprobs.check_head(model)
@@ -520,18 +483,6 @@ def test_a_sequence_with_more_tokens_than_learned_positions_is_refused_by_row():
     policy(prompts, lengths, torch.full((2, 61), 6), torch.tensor([9, 61]))
     with pytest.raises(ValueError, match=r"row 1 .* 65 tokens.* 64 positions; lower max_prompt_tokens"):
         policy(prompts, lengths, torch.full((2, 62), 6), torch.tensor([9, 62]))
-
-
-@pytest.mark.parametrize(("family", "checkpointing"), [("qwen2", False), ("gpt2", True)])
-def test_an_all_masked_micro_batch_gives_zero_loss_and_zero_gradients(model_folders, family, checkpointing):
-    _, model = models.load_policy(str(model_folders[family]), CPU, "fp32", gradient_checkpointing=checkpointing)
-    batch = pack(PROMPTS, COMPLETIONS)
-    batch.completion_mask[:] = False
-    logps, entropy = LogProbs(model, 1.0)(*batch.tokens)
-    loss = losses.aggregate(losses.token_ratio(logps, logps.detach() - 1), batch.completion_mask, "seq_mean", 1)
-    assert loss.item() == 0.0 and not entropy.any()
-    loss.backward()
-    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
 
 
 @pytest.mark.parametrize("adapters", [lora.Options(4, 8.0), None], ids=["adapters", "all weights"])

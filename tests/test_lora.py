@@ -1,17 +1,19 @@
 """Tests of common/lora.py, of what the rest does with adapters, and of scripts/merge_adapters.py."""
 
 import contextlib
-import dataclasses
 import importlib.util
 import json
+import runpy
 import shutil
 import types
 
+import peft
 import pytest
 import torch
 from bounds import assert_rounded
 from conftest import ROOT, assert_equal_weights, build_model, build_tokenizer
 from safetensors.torch import load_file, save_file
+from test_checkpoint import Policy
 from torch import nn
 
 from common import checkpoint, logprobs, lora, merging, models, optim, rollout
@@ -31,11 +33,8 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-def load_script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def merge_adapters(*arguments) -> None:
+    runpy.run_path(str(ROOT / "scripts" / "merge_adapters.py"))["main"](list(map(str, arguments)))
 
 
 @torch.no_grad()
@@ -83,10 +82,6 @@ def weights_of(model) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
 
 
-def adapted_layers(model) -> list[str]:
-    return [name for name, m in model.named_modules() if hasattr(m, "lora_A")]
-
-
 def packed(model) -> rollout.RolloutBatch:
     sampler = rollout.Sampler([model], end_ids=[3], pad_id=0, max_new_tokens=6)
     return sampler.generate([[5, 6, 7], [9, 8]], group_size=3, temperature=0.7)
@@ -99,8 +94,8 @@ def packed(model) -> rollout.RolloutBatch:
 ])  # fmt: skip
 def test_layers_are_named_by_their_endings_or_all_but_the_head_are_taken(family, names, count, endings):
     model = lora.add(build_model(family), Options(2, 4.0, names))
-    adapted = adapted_layers(model)
-    assert len(adapted) == count and all(any(name.endswith(ending) for ending in endings) for name in adapted)
+    adapted = [name for name, _ in merging.named_layers(model)]
+    assert len(adapted) == count and all(name.endswith(tuple(endings)) for name in adapted)
     assert sorted(model.peft_config["default"].target_modules) == endings  # short names where they say the same
     assert type(model.get_output_embeddings()) is nn.Linear
 
@@ -121,11 +116,8 @@ def test_a_vision_tower_gets_none():
     from test_images import build_tokenizer as vlm_tokenizer
 
     model = build_vlm("qwen2_5_vl", vlm_tokenizer())  # its tower has layers of the same names
-    inside = {id(m) for m in model.model.visual.modules()}
-    for names in ("all-linear", "q_proj,down_proj"):
-        found = lora.targets(model, names)
-        assert found and not any(id(model.get_submodule(name)) in inside for name in found)
-    assert "lm_head" not in lora.targets(model, "all-linear")
+    found = lora.targets(model, "all-linear")
+    assert found and not any("visual" in name or "lm_head" in name for name in found)
     with pytest.raises(ValueError, match="is named 'qkv'"):
         lora.targets(model, "qkv")
     model = lora.add(model, Options(2, 4.0, "down_proj"))
@@ -143,9 +135,9 @@ def test_new_adapters_change_nothing_and_are_all_that_is_trained(family, dtype, 
         torch.manual_seed(rank)
         assert torch.rand(1).item() == drawn[-1][1]  # what is drawn later is what it was
     assert_equal_weights(drawn[0][0], drawn[1][0])  # every rank begins with the same adapters
-    layers = {name: layer for name, layer in model.named_modules() if name in adapted_layers(model)}
-    assert layers and all(a.weight.any() for layer in layers.values() for a in layer.lora_A.values())
-    assert not any(b.weight.any() for layer in layers.values() for b in layer.lora_B.values())
+    layers = [layer for _, layer in merging.named_layers(model)]
+    assert layers and all(layer.lora_A["default"].weight.any() for layer in layers)
+    assert not any(layer.lora_B["default"].weight.any() for layer in layers)
     if dtype == "fp32":
         assert_rounded(logits(model), logits(base), terms=FORWARD_TERMS)
     assert model.training and {p.dtype for p in model.parameters()} == {models.DTYPES[dtype]}
@@ -156,10 +148,9 @@ def test_new_adapters_change_nothing_and_are_all_that_is_trained(family, dtype, 
     assert optim.AdamW(model, 1e-3).names == [name for name, p in model.named_parameters() if "lora_" in name]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_what_adapters_compute(dropout, copied):
+def test_what_adapters_compute(copied):
     # y = W x + b + alpha / r B A x, whatever dropout the adapters were once trained with
-    edit_config(copied, lora_dropout=dropout)
+    edit_config(copied, lora_dropout=0.5)
     layer = reload(copied, Options(4, 8.0)).get_base_model().model.layers[1].self_attn.q_proj.double()
     x = torch.randn(5, 32).double()
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
@@ -169,10 +160,8 @@ def test_what_adapters_compute(dropout, copied):
 
 
 def test_off_leaves_everything_as_it_was_also_after_an_error(model_folders):
-    base, model = (
-        load_frozen(str(model_folders["qwen2"]), CPU, "fp32"),
-        trained(reload(model_folders["qwen2"], Options(4, 8.0))),
-    )
+    base = load_frozen(str(model_folders["qwen2"]), CPU, "fp32")
+    model = trained(reload(model_folders["qwen2"], Options(4, 8.0)))
     frozen = next(p for p in model.parameters() if p.requires_grad)
     frozen.requires_grad_(False)  # by somebody, for some reason
     wanted, on, without = [p.requires_grad for p in model.parameters()], logits(model), logits(base)
@@ -193,7 +182,6 @@ def test_policy_and_reference_are_compiled_once_each(model_folders):
     model = reload(model_folders["qwen2"], Options(2, 4.0, "v_proj"))
     policy, reference = logprobs.LogProbs(trained(model), 1.0), logprobs.LogProbs(model, 1.0, adapters=False)
     graphs, batch = [], packed(model)
-    plain = [source(*batch.tokens)[0].detach() for source in (policy, reference)]
 
     def backend(graph, inputs):
         graphs.append(graph)
@@ -204,17 +192,14 @@ def test_policy_and_reference_are_compiled_once_each(model_folders):
         block.compile(backend=backend, dynamic=True)
     for _ in range(3):
         with torch.no_grad():
-            assert_rounded(reference(*batch.tokens)[0], plain[1], terms=FORWARD_TERMS)
-        logps = policy(*batch.tokens)[0]
-        assert_rounded(logps, plain[0], terms=FORWARD_TERMS)
-        logps.sum().backward()
+            reference(*batch.tokens)
+        policy(*batch.tokens)[0].sum().backward()
         assert len(graphs) == 2  # each for all blocks
     torch._dynamo.reset()
 
 
 def adapted(family, dtype=torch.float32, **options):
     """A model with random adapters on two kinds of layers."""
-    peft = pytest.importorskip("peft")
     targets = {"qwen2": ["q_proj", "up_proj"], "gpt2": ["c_attn", "c_fc"]}[family]
     config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False,
                              fan_in_fan_out=family == "gpt2", **options)  # fmt: skip
@@ -266,7 +251,7 @@ def test_weights_come_back_after_an_error_too(when, monkeypatch):
 
     model = adapted("qwen2", use_dora=True)
     before, active = contents(model), logits(model)
-    layers = [m for m in model.modules() if hasattr(m, "merge") and hasattr(m, "lora_A")]
+    layers = [layer for _, layer in merging.named_layers(model)]
     if when == "while they go in":
         monkeypatch.setattr(layers[-1], "merge", fail)  # by then the others have new tensors
     with pytest.raises(ZeroDivisionError), merging.merged(model):
@@ -288,37 +273,25 @@ def test_adapters_that_are_merged_or_off_stay_so():
         with merging.merged(model):
             assert_unchanged(model, before, active)
         assert_unchanged(model, before, active)
-    plain = build_model("qwen2")  # has none
-    before = contents(plain)
-    with merging.merged(plain):
-        assert_unchanged(plain, before)
 
 
 def test_the_sum_is_made_in_fp32_and_rounded_once(saved):
-    model = reload(saved["qwen2"], Options(4, 8.0), "bf16")
+    model, versions = reload(saved["qwen2"], Options(4, 8.0), "bf16"), None
     layer = model.get_decoder().layers[0].mlp.down_proj
     base, a, b = layer.base_layer.weight, layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    before, exact = base.detach().clone(), base.double() + 2.0 * b.double() @ a.double()
-    with merging.merged(model), torch.no_grad():
-        once = torch.finfo(torch.bfloat16).eps / 2 * exact.abs()
-        assert ((base - exact).abs() <= once + 6 * torch.finfo(torch.float32).eps * exact.abs().max()).all()
-        x = torch.randn(3, 64).bfloat16()
-        assert torch.equal(layer(x), nn.functional.linear(x, base))  # not counted twice
-    assert torch.equal(base, before)
-
-
-def test_frozen_weights_are_copied_to_the_host_once(saved):
-    model, sums = reload(saved["qwen2"], Options(4, 8.0), "bf16"), []
-    for change in (1.0, 1.0, 0.5):
-        if change != 1.0:  # weights that somebody changed are copied again
+    for change, copied_again in ((1.0, True), (1.0, False), (0.5, True)):  # frozen weights go to the host once
+        if change != 1.0:  # by somebody
             with torch.no_grad():
-                model.get_decoder().layers[0].mlp.up_proj.base_layer.weight.mul_(change)
-        before, versions = contents(model), merging._on_host[model].versions if sums else None
-        with merging.merged(model):
-            sums.append(logits(model))
+                base.mul_(change)
+        before, exact = contents(model), base.double() + 2.0 * b.double() @ a.double()
+        with merging.merged(model), torch.no_grad():
+            once = torch.finfo(torch.bfloat16).eps / 2 * exact.abs()
+            assert ((base - exact).abs() <= once + 6 * torch.finfo(torch.float32).eps * exact.abs().max()).all()
+            x = torch.randn(3, 64).bfloat16()
+            assert torch.equal(layer(x), nn.functional.linear(x, base))  # not counted twice
         assert_unchanged(model, before)
-        assert (merging._on_host[model].versions is versions) == (len(sums) == 2)
-    assert torch.equal(sums[0], sums[1]) and not torch.equal(sums[1], sums[2])
+        assert (merging._on_host[model].versions is not versions) == copied_again
+        versions = merging._on_host[model].versions
 
 
 def test_copies_keep_weights_of_different_kinds_apart():
@@ -345,25 +318,16 @@ def test_what_is_sampled_is_what_is_trained(model_folders):
     assert_unchanged(model, before)
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    policy_model: str
-    keep_checkpoints: int = 3
-
-
 def test_a_checkpoint_of_adapters_is_trained_further(model_folders, tmp_path, monkeypatch):
     def base_in(folder):
         return json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
 
-    def step(model, optimizer):
-        logprobs.LogProbs(model, 1.0)(*batch.tokens)[0].sum().backward()
-        optimizer.step(1.0)
-
     monkeypatch.chdir(model_folders["qwen2"].parent)
-    cfg, wanted = Config(model_folders["qwen2"].name), Options(4, 8.0)  # a folder named from here
+    cfg, wanted = Policy(policy_model=model_folders["qwen2"].name), Options(4, 8.0)  # a folder named from here
     tokenizer, model = load_policy(cfg.policy_model, CPU, "bf16", lora=wanted)
-    optimizer, batch = optim.AdamW(model, 1e-2), packed(model)
-    step(model, optimizer)
+    optimizer = optim.AdamW(model, 1e-2)
+    logprobs.LogProbs(model, 1.0)(*packed(model).tokens)[0].sum().backward()
+    optimizer.step(1.0)
     checkpoint.save(tmp_path, 1, model, tokenizer, optimizer, 2, cfg)
     folder = checkpoint.newest(tmp_path)
     files = {file.name for file in folder.iterdir()}
@@ -393,10 +357,10 @@ def test_the_built_in_model_and_hub_ids_keep_their_names(name, monkeypatch, mode
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_without_lora_adapters_become_part_of_an_ordinary_model(family, saved, model_folders, tmp_path):
+def test_without_lora_adapters_become_part_of_an_ordinary_model(family, saved, model_folders):
     with_adapters = reload(saved[family], Options(4, 8.0))
     base = load_frozen(str(model_folders[family]), CPU, "fp32")
-    tokenizer, model = load_policy(str(saved[family]), CPU, "fp32")
+    model = reload(saved[family])
     assert type(model) is type(base) and not hasattr(model, "peft_config")
     assert model.training and all(p.requires_grad for p in model.parameters())
     assert not model.get_input_embeddings()._forward_hooks
@@ -406,11 +370,6 @@ def test_without_lora_adapters_become_part_of_an_ordinary_model(family, saved, m
     for other in (load_frozen(str(saved[family]), CPU, "fp32"), models.load_spread(str(saved[family]), [CPU], "fp32")):
         assert not any(p.requires_grad for p in other.parameters()) and not other.training
         assert_equal_weights(weights_of(other), weights_of(model))
-    # what is saved then is a whole model
-    lora.save(model, tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    assert (tmp_path / "config.json").is_file() and not (tmp_path / "adapter_config.json").exists()
-    assert_equal_weights(weights_of(reload(tmp_path)), weights_of(model))
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -461,19 +420,17 @@ def test_an_embedding_that_would_have_to_grow_is_refused(model_folders, tmp_path
 @pytest.mark.tools
 @pytest.mark.parametrize(("family", "dtype"), [("qwen2", None), ("gpt2", "bf16")])
 def test_merge_adapters_writes_an_ordinary_folder(family, dtype, saved, tmp_path, capsys):
-    script, out = load_script("merge_adapters"), tmp_path / "merged"
-    script.main([str(saved[family]), str(out), *(["--dtype", dtype] if dtype else [])])
+    out, kind = tmp_path / "merged", models.DTYPES[dtype or "fp32"]
+    merge_adapters(saved[family], out, *(["--dtype", dtype] if dtype else []))
     assert "M parameters" in capsys.readouterr().out
     tokenizer, model = load_policy(str(out), CPU, dtype or "fp32")
-    kinds = {tensor.dtype for tensor in load_file(out / "model.safetensors").values()}
-    assert kinds == {models.DTYPES[dtype or "fp32"]}
+    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {kind}
     assert not hasattr(model, "peft_config") and tokenizer.get_vocab() == build_tokenizer().get_vocab()
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    merged = load_frozen(str(saved[family]), CPU, "fp32").to(models.DTYPES[dtype or "fp32"])
-    assert_equal_weights(weights_of(model), weights_of(merged))
-    for other, message in ((out, "exists already"), (tmp_path / "new", "holds no adapters")):
+    assert_equal_weights(weights_of(model), weights_of(load_frozen(str(saved[family]), CPU, "fp32").to(kind)))
+    for source, other, message in ((saved[family], out, "exists already"), (out, tmp_path / "new", "no adapters")):
         with pytest.raises(SystemExit):
-            script.main([str(saved[family] if other == out else out), str(other)])
+            merge_adapters(source, other)
         assert message in capsys.readouterr().err
 
 
@@ -491,10 +448,10 @@ def test_a_merged_vision_language_model_has_its_processor(tmp_path):
     processor(pixels, tokenizer, chat_template=tokenizer.chat_template).save_pretrained(base)
     lora.save(model := trained(reload(base, Options(4, 8.0))), tmp_path / "adapters")
     images.load_processor(base).save_pretrained(tmp_path / "adapters")
-    load_script("merge_adapters").main([str(tmp_path / "adapters"), str(tmp_path / "merged")])
-    processors = [images.load_processor(tmp_path / name) for name in ("base", "adapters", "merged")]
-    prompts = [images.encode(one, chat("what?", len(SIZES[0])), SIZES[0]) for one in processors]
-    assert prompts[0] == prompts[1] == prompts[2]
+    merge_adapters(tmp_path / "adapters", tmp_path / "merged")
+    processors = [images.load_processor(tmp_path / name) for name in ("base", "merged")]
+    first, second = (images.encode(one, chat("what?", len(SIZES[0])), SIZES[0]) for one in processors)
+    assert first == second
     merged = load_frozen(str(tmp_path / "merged"), CPU, "fp32")
     assert images.is_vlm(merged.config)
     assert_rounded(logits(merged), logits(model), terms=FORWARD_TERMS)
@@ -539,12 +496,6 @@ def test_adapters_on_weights_of_few_bits(bits, model_folders, tmp_path):
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.bfloat16}
     off, on = logits(model), logits(trained(model))
     assert (on - off).abs().max() > 0.1
-    was = load_frozen(str(model_folders["qwen2"]), CPU, "bf16").model.layers[0].mlp.down_proj.weight.float()
-    # on CPUs bitsandbytes is wrong about rows shorter than its blocks of 64, as the other layers have them
-    quantized = model.get_decoder().layers[0].mlp.down_proj.base_layer(torch.eye(64).bfloat16()).float().t()
-    # steps of 8 sigma / 2**8 err by 1 / sqrt(12) of a step: 0.9 % in 8 bits; about 10 % in the uneven steps of NF4
-    assert 1e-3 < (was - quantized).norm() / was.norm() < {4: 0.12, 8: 0.015}[bits]
-    before = [p.detach().clone() for p in model.parameters()]
     batch = packed(model)  # with the adapters beside the weights, which are not merged
     policy, reference = logprobs.LogProbs(model, 1.0), logprobs.LogProbs(model, 1.0, adapters=False)
     logprobs.fill([batch], "ref_logps", reference, CPU)
@@ -553,7 +504,7 @@ def test_adapters_on_weights_of_few_bits(bits, model_folders, tmp_path):
     torch.testing.assert_close(logps, batch.rollout_logps, atol=0.3, rtol=0)
     logps.sum().backward()
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
-    assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
+    assert torch.equal(logits(model), on)
     with pytest.raises(ValueError, match="cannot be merged"):
         merging.merge(model)
     lora.save(model, tmp_path)
@@ -579,16 +530,14 @@ def test_a_run_with_adapters_is_resumed_exactly(launcher, tmp_path):
     ("one", "script", "ranks"),
     [("gspo", "gspo_ddp", 2), ("gspo", "gspo_multigpu", 1), ("grpo", "grpo_ddp", 2), ("gkd", "gkd_ddp", 2)],
 )
-def test_every_script_trains_the_same_adapters(launcher, model_folders, one, script, ranks):
+def test_every_script_trains_the_same_adapters(launcher, one, script, ranks):
     options = dict(lora_rank=4, steps=2, eval_every=0, learning_rate=1e-3, optimizer_offload="rollout")
-    first, other = (launcher.trained(one, **options),
-                    launcher.trained(script, ranks, **options, gradient_checkpointing=True))  # fmt: skip
-    files = [run.out_dir / run.checkpoints[-1] / "adapter_model.safetensors" for run in (first, other)]
-    saved, again = map(load_file, files)
+    first = launcher.trained(one, **options)
+    other = launcher.trained(script, ranks, **options, gradient_checkpointing=True)
+    folders = [run.out_dir / run.checkpoints[-1] for run in (first, other)]
+    saved, again = (load_file(folder / "adapter_model.safetensors") for folder in folders)
     assert saved.keys() == again.keys()
     for name in saved:
         torch.testing.assert_close(again[name], saved[name], rtol=0, atol=2e-5)
     moved = [name for name in saved if "lora_B" in name and saved[name].abs().max() > 1e-4]
     assert len(moved) == 14  # they begin at 0
-    source = json.loads((files[1].parent / "adapter_config.json").read_text())["base_model_name_or_path"]
-    assert source == str(model_folders["qwen2"])

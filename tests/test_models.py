@@ -42,11 +42,6 @@ def weights_of(model) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def offline(monkeypatch):
     """Neither the hub nor anything else can be reached; whoever tries fails at once, and the test in the end."""
@@ -83,11 +78,10 @@ def test_a_path_without_anything_there_is_an_error_at_once(name, offline, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["nobody/no-such-model-anywhere", "no-such-model-anywhere"])
-@pytest.mark.parametrize("load", [load_policy, load_frozen])
-def test_an_unknown_hub_id_without_network_fails_at_once_and_by_name(load, name, offline):
+def test_an_unknown_hub_id_without_network_fails_at_once_and_by_name(name, offline):
     start = time.monotonic()
     with pytest.raises(ValueError, match=f"{name!r}.*check the name and the network"):
-        load(name, CPU, "fp32")
+        load_policy(name, CPU, "fp32")
     assert time.monotonic() - start < 10  # no retries
 
 
@@ -98,9 +92,8 @@ NAME = "model.layers.1.mlp.up_proj.weight"
     ("a weight", rf"lack 1 weights, such as \['{NAME}'\]; copy or download"), ("half a file", "cut off or damaged"),
     ("model.safetensors", ""), ("config.json", ""), ("*", ""),  # a run's folder, not one of its checkpoints
 ])  # fmt: skip
-def test_weights_that_are_missing_or_cut_off_are_an_error_and_not_random_numbers(
-    damage, said, model_folders, tmp_path, offline
-):
+@pytest.mark.usefixtures("offline")
+def test_weights_that_are_missing_or_cut_off_are_an_error_and_not_random_numbers(damage, said, model_folders, tmp_path):
     folder = shutil.copytree(model_folders["qwen2"], tmp_path / "model")
     weights = folder / "model.safetensors"
     if damage == "a weight":
@@ -147,11 +140,8 @@ def test_pick_dtype(dtype, device, expected):
         assert models.pick_dtype(dtype, torch.device(device)) == expected
 
 
-@pytest.mark.parametrize(("family", "dtype", "expected"), [("qwen2", "fp32", torch.float32),
-                                                           ("gpt2", "bf16", torch.bfloat16)])  # fmt: skip
-def test_the_policy_trains_in_its_dtype_and_the_frozen_model_does_not(
-    model_folders, family, dtype, expected, offline, capsys
-):
+@pytest.mark.parametrize(("family", "dtype"), [("qwen2", "fp32"), ("gpt2", "bf16")])
+def test_the_policy_trains_in_its_dtype_and_the_frozen_model_does_not(model_folders, family, dtype, offline, capsys):
     before, folder = torch.get_float32_matmul_precision(), str(model_folders[family])
     torch.set_float32_matmul_precision("high")  # as TF32, which holds numbers of half precision exactly, others not
     try:
@@ -162,15 +152,11 @@ def test_the_policy_trains_in_its_dtype_and_the_frozen_model_does_not(
     assert policy.training and all(p.requires_grad for p in policy.parameters()) and tokenizer.padding_side == "left"
     assert not any(getattr(module, "gradient_checkpointing", False) for module in policy.modules())
     for model in (policy, load_frozen(folder, CPU, dtype), load_spread(folder, [CPU], dtype)):
-        assert_equal_weights(weights_of(model), weights_of(build_model(family).to(expected)))
+        assert_equal_weights(weights_of(model), weights_of(build_model(family).to(models.DTYPES[dtype])))
         assert model is policy or not (model.training or any(p.requires_grad for p in model.parameters()))
     captured = capsys.readouterr()
     assert captured.out == "" and "it/s" not in captured.err  # no progress bars
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradient_checkpointing_reaches_the_layers(model_folders, family):
-    _, model = load_policy(str(model_folders[family]), CPU, "fp32", gradient_checkpointing=True)
+    _, model = load_policy(folder, CPU, dtype, gradient_checkpointing=True)
     assert {getattr(module, "gradient_checkpointing", None) for module in model.modules()} == {None, True}
 
 
@@ -205,8 +191,7 @@ def sized_model(size) -> GPT2LMHeadModel:
 
 @pytest.mark.parametrize(("more", "special", "spare", "pad"), [
     (["<pad>"], {}, 0, "<pad>"),  # no pad token named, though there is one
-    (["<pad>"], {"pad_token": "<eos>"}, 0, "<pad>"),  # pad = eos
-    (["[PAD]"], {"pad_token": "<eos>"}, 0, "[PAD]"),
+    (["[PAD]"], {"pad_token": "<eos>"}, 0, "[PAD]"),  # pad = eos
     (["<|endoftext|>", "<unk>"], {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}, 0, "<unk>"),
     (["<unk>"], {"unk_token": "<unk>"}, 0, "<unk>"),
     (["<unk>", "<pad>"], {"pad_token": "h"}, 0, "h"),  # a sound one is left alone
@@ -244,7 +229,6 @@ def test_without_a_usable_token_the_embedding_grows(special, tmp_path, capsys):
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert model(input_ids=torch.tensor([[10, 2]])).logits.shape == (1, 2, 11)
     assert "'<eos>'" in capsys.readouterr().out
-    # the rows there were stay, and what is saved loads without another repair
     assert torch.equal(model.get_input_embeddings().weight[:10], sized_model(10).get_input_embeddings().weight)
     again, model = load_policy(save(tmp_path / "after", model, tokenizer), CPU, "fp32")
     assert again.pad_token_id == model.config.pad_token_id == 10 and capsys.readouterr().out == ""
@@ -266,13 +250,8 @@ def test_a_repaired_tokenizer_gives_the_rollout_of_an_explicit_one(family):
 
 
 @pytest.mark.parametrize(("tokenizer_eos", "config_eos", "generation_eos", "expected"), [
-    ("<im_end>", 3, 3, [3]),
-    ("<im_end>", 3, [3, 5], [3, 5]),  # a second one in the generation config only
-    ("<im_end>", [5, 3], None, [3, 5]),
-    ("user", 3, [3, 5], [3, 4, 5]),  # the tokenizer's own
-    ("<im_end>", None, None, [3]),
-    (None, None, 7, [7]),
-    ("<im_end>", 0, None, [0, 3]),  # token 0 is a token
+    ("user", 3, [3, 5], [3, 4, 5]), ("<im_end>", [5, 3], None, [3, 5]), ("<im_end>", None, None, [3]),
+    (None, None, 7, [7]), ("<im_end>", 0, None, [0, 3]),  # token 0 is a token
     ("<im_end>", 3, "3", None), ("<im_end>", 3, [[3, 5]], None), ("<im_end>", 3, 3.0, None), (None, None, None, None),
 ])  # fmt: skip
 def test_every_end_token_counts(tokenizer_eos, config_eos, generation_eos, expected):
@@ -287,16 +266,13 @@ def test_every_end_token_counts(tokenizer_eos, config_eos, generation_eos, expec
         assert end_token_ids(tokenizer, model) == expected
 
 
-@pytest.mark.parametrize(("given", "left_out"), [([3, 151645], [151645]), ([-1, 64, 3, None], [-1, 64]), (3, [])])
+@pytest.mark.parametrize(("given", "left_out"), [([-1, 64, 3, None], [-1, 64]), (3, [])])
 def test_end_tokens_that_the_policy_cannot_say_are_left_out(given, left_out, capsys):
     model = build_model("qwen2")
     model.generation_config.eos_token_id = given
     ids = end_token_ids(build_tokenizer(), model)
     output = capsys.readouterr().out
     assert ids == [3] and (f"warning: end tokens {left_out} " in output if left_out else not output)
-    # an index of the vocabulary while no completion may end
-    sampler = Sampler([model], end_ids=ids, pad_id=0, max_new_tokens=2, min_new_tokens=2)
-    sampler.generate([[5]], group_size=1, temperature=1)
 
 
 def test_a_reply_that_ends_in_the_template_as_no_completion_does_is_warned_of(capsys):

@@ -61,27 +61,11 @@ class Trainer:
         return {name: x.detach().clone() for name, x in (weights | self.optimizer.state_dict()).items()}
 
 
-def spoil(trainer: Trainer, minibatch: list[rollout.RolloutBatch], what, value: float) -> None:
-    """A step with a bad field of the batch, a bad gradient, or a loss that a function made bad."""
-    if callable(what):
-        trainer.step(minibatch, what)
-    elif what == "gradient":
-        weight = trainer.model.model.layers[1].mlp.up_proj.weight
-        hook = weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([3]), value))
-        trainer.step(minibatch)
-        hook.remove()
-    else:
-        getattr(minibatch[0], what)[0] = value
-        trainer.step(minibatch)
-
-
 @pytest.mark.parametrize(("what", "value", "offload", "cause"), [
     (lambda loss: loss * NAN, None, "none", "loss is nan"),
     (lambda loss: loss + NAN, None, "always", "loss is nan"),  # its gradients are good
     (lambda loss: loss + INF, None, "none", "loss is inf"),
-    (lambda loss: loss * 0.0 - INF, None, "none", "loss is -inf"),
-    ("advantages", NAN, "always", "loss is nan"), ("advantages", INF, "none", "loss is -inf"),
-    ("old_logps", NAN, "none", "loss is nan"), ("ref_logps", NAN, "none", "loss is nan"),
+    ("advantages", INF, "none", "loss is -inf"), ("ref_logps", NAN, "none", "loss is nan"),
     ("gradient", NAN, "none", "gradient norm is nan"), ("gradient", -INF, "always", "gradient norm is inf"),
 ])  # fmt: skip
 def test_after_a_bad_minibatch_nothing_moves_any_more(what, value, offload, cause):
@@ -92,7 +76,16 @@ def test_after_a_bad_minibatch_nothing_moves_any_more(what, value, offload, caus
     trainer.optimizer.check()
     before = trainer.state()
     assert not torch.equal(start[MASTER], before[MASTER])
-    spoil(trainer, second, what, value)
+    if callable(what):
+        trainer.step(second, what)
+    elif what == "gradient":
+        weight = trainer.model.model.layers[1].mlp.up_proj.weight
+        hook = weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([3]), value))
+        trainer.step(second)
+        hook.remove()
+    else:
+        getattr(second[0], what)[0] = value
+        trainer.step(second)
     assert_equal_weights(trainer.state(), before)
     trainer.step(third)
     assert_equal_weights(trainer.state(), before)
@@ -117,16 +110,16 @@ def test_one_bad_micro_batch_spoils_its_minibatch_only():
 def test_an_infinite_log_prob_is_held_at_a_finite_ratio(field, value):
     # a token that one of the models excludes: the log-ratio is cut off at 10 or 20 nats
     trainer, (first, *_) = Trainer(), minibatches()
-    spoil(trainer, first, field, value)
+    getattr(first[0], field)[0] = value
+    trainer.step(first)
     trainer.optimizer.check()
     assert all(x.isfinite().all() for x in trainer.state().values())
 
 
 @pytest.mark.parametrize(("field", "loss", "value"), [  # what a teacher said, and the losses that read it
-    ("teacher_states", "reverse_kl", NAN), ("teacher_states", "forward_kl", INF), ("teacher_states", "jsd", -INF),
-    ("teacher_logps", "reverse_kl", NAN), ("teacher_logps", "forward_kl", INF), ("teacher_logps", "jsd", NAN),
-    ("teacher_tail_logp", "reverse_kl", NAN), ("teacher_tail_logp", "forward_kl", INF),
-    ("teacher_tail_logp", "jsd", INF), ("teacher_token_logps", "opd", NAN), ("teacher_token_logps", "opd", -INF),
+    ("teacher_states", "reverse_kl", NAN), ("teacher_states", "jsd", -INF), ("teacher_logps", "forward_kl", INF),
+    ("teacher_logps", "jsd", NAN), ("teacher_tail_logp", "reverse_kl", NAN), ("teacher_tail_logp", "forward_kl", INF),
+    ("teacher_token_logps", "opd", NAN), ("teacher_token_logps", "opd", -INF),
 ])  # fmt: skip
 def test_what_a_teacher_said_cannot_move_a_weight_if_it_is_not_finite(field, loss, value):
     script, model = functions_of("gkd"), build_model("qwen2").train()
@@ -162,18 +155,15 @@ def test_fp16_overflows_are_counted_and_a_loss_that_is_not_finite_stops_at_once(
         model.weight.grad = torch.full_like(model.weight, gradient)
         optimizer.step(1.0)
 
-    def state() -> dict[str, torch.Tensor]:
-        return {name: x.clone() for name, x in optimizer.state_dict().items() if name != "loss_scale"}
-
     model = torch.nn.Linear(2, 2, bias=False).half()
     optimizer = optim.AdamW(model, 1e-2)
     for gradient in (1.0, INF, 1.0, NAN):
         step(gradient)
     assert (optimizer.check(), optimizer.check(), optimizer.loss_scale) == (2, 0, 2.0**14)
-    before = state()
+    before = model.weight.detach().clone()
     step(1.0, loss=NAN)  # smaller scales cannot help a loss
     step(1.0)
-    assert_equal_weights(state(), before)
+    assert torch.equal(model.weight, before)
     with pytest.raises(FloatingPointError, match=r"^loss is nan, not finite"):
         optimizer.check()
 
@@ -196,14 +186,12 @@ def infinite_once(out_dir: Path, module) -> None:
 
 
 def nan_after_a_checkpoint(out_dir: Path, module) -> None:
-    scale = optim.AdamW.scale
-    wrong = (out_dir / "checkpoint-000001").exists
+    scale, wrong = optim.AdamW.scale, (out_dir / "checkpoint-000001").exists
     optim.AdamW.scale = lambda self, loss: scale(self, loss * (NAN if wrong() else 1.0))
 
 
 def failed(run, *messages: str):
-    assert all(code not in (0, None) for code in run.codes), run.output
-    assert all(message in run.output for message in messages), run.output
+    assert all(run.codes) and all(message in run.output for message in messages), run.output
     return run
 
 
@@ -212,8 +200,7 @@ def failed(run, *messages: str):
 def test_an_infinite_loss_on_one_rank_stops_both_before_a_weight_moves(launcher, tmp_path, options):
     # its gradient is good, and the other rank's loss, too; of four optimizer steps the second is bad
     options |= dict(save_every=1, grpo_epochs=2, eval_data="", steps=3, micro_batch_tokens=10**6)
-    run = launcher.run("grpo_ddp", tmp_path, 2, timeout=60, prepare=partial(infinite_once, tmp_path), **options)
-    failed(run)
+    run = failed(launcher.run("grpo_ddp", tmp_path, 2, timeout=60, prepare=partial(infinite_once, tmp_path), **options))
     assert run.output.count("FloatingPointError: step 2: loss is inf, not finite") == 2
     assert run.checkpoints == ["checkpoint-000001"] and [line["step"] for line in run.steps] == [1]
     saved = load_file(tmp_path / "checkpoint-000001" / "optimizer.safetensors")
@@ -234,8 +221,7 @@ def test_the_same_command_meets_the_same_failure_again(launcher, tmp_path):
     batch = load_file(kept)
     again = failed(launcher.run("gspo", tmp_path, **options), "FloatingPointError: step 2: loss is nan")
     assert "resuming from" in again.output and first.checkpoints == again.checkpoints == ["checkpoint-000001"]
-    assert load_file(kept).keys() == batch.keys()
-    assert all(torch.equal(x, y) for x, y in zip(load_file(kept).values(), batch.values(), strict=True))
+    assert_equal_weights(load_file(kept), batch)
 
     # the lines that the page shows
     page = (ROOT / "gspo" / "README.md").read_text()
@@ -284,8 +270,8 @@ def test_adapters_that_are_not_finite_are_refused(tmp_path, model_folders):
     options = lora.Options(4, 8.0, "all-linear", 0)
     _, model = models.load_policy(str(model_folders["qwen2"]), CPU, "fp32", lora=options)
     lora.save(model, tmp_path / "good")
-    folder = spoiled(tmp_path / "bad", next(iter(load_file(tmp_path / "good" / "adapter_model.safetensors"))), NAN,
-                     tmp_path / "good")  # fmt: skip
+    name = next(iter(load_file(tmp_path / "good" / "adapter_model.safetensors")))
+    folder = spoiled(tmp_path / "bad", name, NAN, tmp_path / "good")
     for given in (options, None):  # without, they are merged
         with pytest.raises(ValueError, match=r"weight .* holds nan"):
             models.load_policy(folder, CPU, "fp32", lora=given)

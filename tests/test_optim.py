@@ -18,6 +18,7 @@ from common import optim
 from common.optim import AdamW, warmup
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 1 GPU")]
+on_a_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
 on_every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 in_every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 in_unscaled_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -118,14 +119,18 @@ def test_it_is_torch_adamw_on_fp32_masters(lower, max_grad_norm, weight_decay, d
 
 @on_every_device
 @in_every_dtype
-def test_the_norm_is_a_tensor_summed_in_fp32(dtype, device):
+def test_gradients_are_cleared_and_the_norm_is_the_one_before_clipping(dtype, device):
     model = Weights(w=torch.zeros(5000, dtype=dtype, device=device), v=torch.zeros(7, dtype=dtype, device=device))
     optimizer = AdamW(model, learning_rate=0.0)
     give_gradients(model, 0)
+    gradient = model.w.grad.float() / optimizer.loss_scale
     expected = math.hypot(*(p.grad.double().norm().item() for p in model.parameters())) / optimizer.loss_scale
-    norm = optimizer.step(max_grad_norm=1.0)
+    norm = optimizer.step(max_grad_norm=expected / 3)
     assert norm.shape == () and norm.dtype == torch.float32 and norm.device == model.w.device
     assert norm.item() == pytest.approx(expected, rel=rounding(5000 + 7))  # in bf16 it would be 1e-3 off
+    assert model.w.grad is None
+    # after one step exp_avg is (1 - 0.9) times the clipped gradient
+    assert_rounded(optimizer.state_dict()["exp_avg/w"], 0.1 * gradient / 3, terms=5000 + 7 + 8)
 
 
 @in_every_dtype
@@ -143,16 +148,6 @@ def test_a_step_reads_nothing_back(dtype, monkeypatch):
             optimizer.scale(torch.ones(()))
             optimizer.step(1.0)
             optimizer.onload()
-
-
-def test_gradients_are_cleared_and_the_norm_is_the_one_before_clipping():
-    model = Weights(w=torch.zeros(2))
-    optimizer = AdamW(model, learning_rate=0.1)
-    model.w.grad = torch.tensor([3.0, 4.0])
-    assert optimizer.step(max_grad_norm=1.0).item() == pytest.approx(5.0)
-    assert model.w.grad is None
-    # after one step exp_avg is (1 - 0.9) times the clipped gradient, (3, 4) / 5
-    torch.testing.assert_close(optimizer.state_dict()["exp_avg/w"], torch.tensor([0.06, 0.08]))
 
 
 @in_unscaled_dtypes
@@ -183,9 +178,7 @@ def test_frozen_parameters_are_left_out():
         AdamW(model.requires_grad_(False), learning_rate=0.1)
 
 
-@pytest.mark.parametrize(("step", "warmup_steps", "factor"), [
-    (1, 5, 0.2), (4, 5, 0.8), (5, 5, 1.0), (6, 5, 1.0), (1, 0, 1.0), (1, 1, 1.0),
-])  # fmt: skip
+@pytest.mark.parametrize(("step", "warmup_steps", "factor"), [(1, 5, 0.2), (5, 5, 1.0), (6, 5, 1.0), (1, 0, 1.0)])
 def test_warmup(step, warmup_steps, factor):
     assert warmup(step, warmup_steps) == pytest.approx(factor)
 
@@ -218,18 +211,15 @@ def test_after_a_gradient_that_is_not_finite_nothing_changes_until_it_is_reporte
 @in_unscaled_dtypes
 def test_loading_a_state_ends_what_went_wrong_before(dtype):
     model, optimizer = trained(dtype, steps=0)
-    saved, first, after = copy.deepcopy(optimizer.state_dict()), snapshot(model, optimizer), []
-    for _ in range(2):
-        model.a.grad = torch.full((3, 4), math.nan, dtype=dtype)
-        assert optimizer.step(1.0).isnan()
-        if not after:
-            assert_equal(first, snapshot(model, optimizer))  # no state of Adam
-        optimizer.load_state_dict(saved)
-        assert_equal(first, snapshot(model, optimizer))  # of before the first step: all is reset
-        optimizer.check()
-        train([0], (model, optimizer))
-        after.append(snapshot(model, optimizer))
-    assert_equal(*after)
+    saved, first = copy.deepcopy(optimizer.state_dict()), snapshot(model, optimizer)
+    train([0], (model, optimizer))
+    model.a.grad = torch.full((3, 4), math.nan, dtype=dtype)
+    assert optimizer.step(1.0).isnan()
+    optimizer.load_state_dict(saved)
+    assert_equal(first, snapshot(model, optimizer))  # of before the first step: all is reset
+    optimizer.check()
+    train([0], (model, optimizer))
+    assert_equal(snapshot(model, optimizer), snapshot(*trained(dtype)))
 
 
 @on_every_device
@@ -257,19 +247,7 @@ def test_an_fp16_overflow_skips_the_step_and_halves_the_scale(bad, device):
     assert all(torch.equal(p, master.half()) for p, master in zip(model.parameters(), optimizer.masters, strict=True))
 
 
-def test_fp16_that_overflows_at_every_scale_stops():
-    model = Weights(w=torch.ones(1, dtype=torch.float16))
-    optimizer = AdamW(model, 1e-2)
-    for _ in range(17):
-        optimizer.check()
-        model.w.grad = torch.full((1,), math.inf, dtype=torch.float16)
-        optimizer.step(1.0)
-    with pytest.raises(FloatingPointError, match=r"loss scale 0\.5.*every loss scale.*bf16"):
-        optimizer.check()
-    assert torch.equal(model.w, torch.ones(1, dtype=torch.float16))
-
-
-def test_the_fp16_scale_grows_again_after_a_thousand_good_steps():
+def test_the_fp16_scale_grows_after_a_thousand_good_steps_and_overflow_at_every_scale_stops():
     model, optimizer = trained(torch.float16, steps=0)
     optimizer.load_state_dict(dict(optimizer.state_dict(), loss_scale=torch.tensor([4096.0, 2997.0]).double()))
     scales = []
@@ -277,6 +255,14 @@ def test_the_fp16_scale_grows_again_after_a_thousand_good_steps():
         train([0], (model, optimizer))
         scales.append(optimizer.loss_scale)
     assert scales == [4096.0, 4096.0, 8192.0, 8192.0]  # at the three thousandth
+    before = model.a.clone()
+    for _ in range(14):  # 8192 is 2**13
+        optimizer.check()
+        model.a.grad = torch.full_like(model.a, math.inf)
+        optimizer.step(1.0)
+    with pytest.raises(FloatingPointError, match=r"loss scale 0\.5.*every loss scale.*bf16"):
+        optimizer.check()
+    assert torch.equal(model.a, before)
 
 
 @in_every_dtype
@@ -378,10 +364,9 @@ def no_waiting():
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 1 GPU")
+@on_a_gpu
 @in_every_dtype
-def test_steps_do_not_wait_for_the_gpu(dtype):
+def test_steps_do_not_wait_for_the_gpu(dtype, device):
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)).to("cuda", dtype)
     model.register_parameter("unused", nn.Parameter(torch.ones(3, device="cuda", dtype=dtype)))
     optimizer = AdamW(model, 1e-3)
@@ -406,10 +391,9 @@ def test_steps_do_not_wait_for_the_gpu(dtype):
             optimizer.check()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 1 GPU")
+@on_a_gpu
 @in_every_dtype
-def test_offloading_frees_gpu_memory_and_a_step_needs_little(dtype, monkeypatch):
+def test_offloading_frees_gpu_memory_and_a_step_needs_little(dtype, device, monkeypatch):
     elements = 2**20
     monkeypatch.setattr(optim, "BUCKET_ELEMENTS", elements)
     model = Weights(**{f"w{i}": torch.randn(1024, 1024, device="cuda").to(dtype) for i in range(16)})
@@ -470,9 +454,8 @@ def test_a_run_can_go_on_in_another_dtype(dtype):
     resumed.check()
 
 
-@pytest.mark.parametrize("shapes", [
-    dict(a=(3, 4)), dict(a=(3, 4), b=5, c=1), dict(a=(3, 4), z=5), dict(a=(3, 4), b=6), dict(a=(3, 4), b=1),
-], ids=["fewer", "more", "other names", "other shape", "shape that would broadcast"])  # fmt: skip
+@pytest.mark.parametrize("shapes", [dict(a=(3, 4)), dict(a=(3, 4), b=5, c=1), dict(a=(3, 4), b=1)],
+                         ids=["fewer", "more", "shape that would broadcast"])  # fmt: skip
 def test_the_state_of_another_model_is_refused_and_changes_nothing(shapes):
     saved = AdamW(Weights(**{name: torch.zeros(shape) for name, shape in shapes.items()}), 1e-2).state_dict()
     model, optimizer = trained()

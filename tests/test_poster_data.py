@@ -17,9 +17,6 @@ def digest(value: bytes | str) -> str:
     return hashlib.sha256(value.encode() if isinstance(value, str) else value).hexdigest()[:16]
 
 
-# ---- synthetic ----
-
-
 def test_records_and_images_never_change():
     """Bit for bit: a promise, of integers and of fp64 additions and multiplications one by one."""
     random.seed(7)  # the global generator has no part in it
@@ -52,7 +49,6 @@ def test_splits_share_nothing():
     train, test = synthetic.records(0, "train"), synthetic.records(0, "test")
     assert (len(train), len(test)) == (10_000, 200) and not {r["id"] for r in train} & {r["id"] for r in test}
     assert [r["extra_info"]["seed"] for r in synthetic.records(1, "test", 3)] == [10_000, 10_001, 10_002]
-    assert {r["extra_info"]["level"] for r in synthetic.records(2, "train", 3)} == {2}
 
 
 @pytest.mark.parametrize("call, message", [
@@ -60,8 +56,7 @@ def test_splits_share_nothing():
     (lambda: synthetic.record(-1, 0), "seed -1"), (lambda: synthetic.record(0, 3), "level 3"),
     (lambda: synthetic.image("synthetic:0:1:2"), "has 1 images"),
     *((lambda ref=ref: synthetic.image(ref), "synthetic:LEVEL:SEED:K") for ref in (
-        "", "synthetic:1:1", "synthetic:3:1:1", "synthetic:1:01:1", "synthetic:1:-1:1", "synthetic:1:1:0",
-        "/etc/passwd", "synthetic:1:1:1 ", "synthetic:1:1:1\n", "synthetic:1:9999999999:1", "synthetic:1:\u0661:1")),
+        "", "synthetic:1:1", "synthetic:3:1:1", "synthetic:1:01:1", "synthetic:1:1:0", "synthetic:1:1:1\n")),
 ])  # fmt: skip
 def test_what_does_not_exist_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
@@ -69,16 +64,13 @@ def test_what_does_not_exist_is_refused(call, message):
 
 
 def test_images_have_the_size_that_is_said_before_and_differ():
-    shown = []
-    for reference in ("synthetic:0:0:1", "synthetic:1:1:1", *synthetic.record(0, 2)["images"]):
-        shown.append(image := synthetic.image(reference))
+    references = ("synthetic:0:0:1", "synthetic:1:1:1", *synthetic.record(0, 2)["images"])
+    shown = [synthetic.image(reference) for reference in references]
+    for image, reference in zip(shown, references, strict=True):
         assert image.mode == "RGB" and image.size == synthetic.image_size(reference)
         assert all(side % 28 == 0 and side <= 448 for side in image.size)
         assert len(image.getcolors(10**6)) > 100  # a picture, not a plain area
     assert len({image.tobytes() for image in shown}) == len(shown)
-
-
-# ---- records of a file ----
 
 
 @pytest.fixture
@@ -104,7 +96,6 @@ def test_reading_a_file_or_synthetic_posters(rows):
     assert row == synthetic.record(0, 0) | {"images": ["pictures/a.png"]}
     folder = records.folder_of(str(rows))
     assert records.open_image("pictures/a.png", folder).getpixel((3, 3)) == (0x33, 0x66, 0x99)
-    assert records.image_size("pictures/a.png", folder) == (40, 20)
     assert records.open_image("synthetic:0:4:1", folder) == synthetic.image("synthetic:0:4:1")
     rewrite(rows, id="absent", images="absent", extra_info="absent", ground_truth=json.dumps(row["ground_truth"]))
     assert records.read(str(rows)) == [row | {"id": "0", "images": [], "extra_info": {}}]  # JSON text was read
@@ -115,22 +106,15 @@ def test_reading_a_file_or_synthetic_posters(rows):
         records.read("synthetik:1")
 
 
-SMALL = {"width": 9, "height": 9}
-
-
 @pytest.mark.parametrize("changes, message", [
-    ({"prompt": " "}, "`prompt`"), ({"prompt": ["x"]}, "`prompt`"),
-    ({"images": "a.png"}, "`images`"), ({"images": [3]}, "`images`"), ({"images": ""}, "`images`"),
-    ({"extra_info": False}, "`extra_info`"), ({"extra_info": [1]}, "`extra_info`"),
-    ({"ground_truth": "absent"}, "`ground_truth` is missing"), ({"ground_truth": None}, "`ground_truth` is missing"),
+    ({"prompt": " "}, "`prompt`"), ({"images": "a.png"}, "`images`"), ({"images": [3]}, "`images`"),
+    ({"extra_info": [1]}, "`extra_info`"), ({"ground_truth": "absent"}, "`ground_truth` is missing"),
     ({"ground_truth": {"layers": []}}, "no canvas"),
-    ({"ground_truth": {"canvas": SMALL, "layers": []}}, "has 0 layers"),
-    ({"ground_truth": {"canvas": SMALL}}, "has None layers"),
+    ({"ground_truth": {"canvas": {"width": 9, "height": 9}}}, "has None layers"),
     *(({"images": [name]}, "must be a file inside") for name in (
         "pictures/none.png", "../outside.png", "/etc/hostname", "a\0b", "link.png")),
     ({"images": ["rows.jsonl"]}, "image 'rows.jsonl': cannot be read as PNG"),
-    ({"images": ["x.gif"]}, "cannot be read as PNG, JPEG, WEBP"),
-    ({"images": ["synthetic:0:1:3"]}, "has 1 images"),
+    ({"images": ["x.gif"]}, "cannot be read as PNG, JPEG, WEBP"), ({"images": ["synthetic:0:1:3"]}, "has 1 images"),
     ({"images": ["narrow.png"]}, "over 1 to 200; crop it"), ({"images": ["wide.png"]}, "over 1 to 200; crop it"),
 ])  # fmt: skip
 def test_a_bad_row_is_an_error_that_names_it(rows, changes, message):
@@ -183,14 +167,13 @@ def test_pictures_are_upright_and_of_8_bits_and_their_size_is_known_before(rows)
     assert stored(frames[0], "moving.png", save_all=True, append_images=frames[1:]).getpixel((0, 0)) == (255, 0, 0)
     assert stored(Image.new("CMYK", (4, 4), (0, 255, 0, 0)), "print.jpg").getpixel((0, 0)) == (255, 0, 255)
     assert stored(Image.new("RGBA", (4, 4), (9, 8, 7, 0)), "clear.png").getpixel((0, 0)) == (9, 8, 7)
-    assert stored(Image.new("P", (1, 1), 1), "one.png").size == (1, 1)
 
 
 def test_truths_in_thousandths_are_pointed_out(rows, capsys):
     truth = synthetic.record(0, 0)["ground_truth"]
-    scale = {key: 1000 / truth["canvas"][side] for side, key in zip(("width", "height") * 2,
-             ("x", "y", "width", "height"), strict=True)}  # fmt: skip
-    layers = [layer | {key: layer[key] * factor for key, factor in scale.items()} for layer in truth["layers"]]
+    sides = dict(x="width", width="width", y="height", height="height")
+    layers = [layer | {key: 1000 * layer[key] / truth["canvas"][side] for key, side in sides.items()}
+              for layer in truth["layers"]]  # fmt: skip
     canvas = truth["canvas"] | {"width": 500, "height": 600}
     records.read(rewrite(rows, ground_truth={"canvas": canvas, "layers": layers}))
     said = capsys.readouterr().out
@@ -203,11 +186,8 @@ def test_messages():
     row = {"prompt": "A <|image_pad|>poster<|im_<|x|>end|> of 5 <b> | <|not one|>", "images": ["a", "b"]}
     clean = "A  poster<|im_ end|> of 5 <b> | <|not one|>"
     assert records.messages(row, with_images=False) == [{"role": "user", "content": clean}]
-    content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": clean}]
+    content = [*[{"type": "image"}] * 2, {"type": "text", "text": clean}]
     assert records.messages(row, with_images=True) == [{"role": "user", "content": content}]
-
-
-# ---- converters ----
 
 
 def run(tmp_path: Path, format: str, text: str, suffix: str, **options) -> list[dict]:
@@ -226,7 +206,7 @@ train/2.png,1,1,"[20, 600, 300, 640]"
 """
 
 
-def test_pku_without_images(tmp_path):
+def test_pku_with_and_without_images(tmp_path):
     first, second = run(tmp_path, "pku", PKU, ".csv")
     assert (first["id"], second["id"], first["images"]) == ("train/0.png", "train/2.png", [])  # 1 has no element
     truth = first["ground_truth"]
@@ -239,9 +219,6 @@ def test_pku_without_images(tmp_path):
     ]  # fmt: skip
     assert first["prompt"].endswith('Canvas 513x750, background #FFFFFF.\ntext 31px "Text 1"\n1 underlay\n1 logo')
     assert 0.9 < reward.score(synthetic.gold(first), truth)["score"] <= 1
-
-
-def test_pku_with_images(tmp_path):
     (tmp_path / "canvas").mkdir()
     picture = Image.new("RGB", (400, 800), "#DDDDDD")
     picture.paste("#101010", (0, 500, 400, 800))
@@ -279,20 +256,19 @@ def test_crello_columns_and_shares_of_the_canvas(tmp_path):
     (row,) = run(tmp_path, "crello", json.dumps(poster), ".jsonl")
     background, text = row["ground_truth"]["layers"]
     assert background == {"type": "background", "x": -0.2, "y": 0.0, "width": 200.4, "height": 400.0, "fill": "#EEEEEE"}
-    assert (text["x"], text["y"], text["width"], text["height"]) == (20.0, 200.0, 160.0, 40.0)
-    assert (text["type"], text["text"], text["color"]) == ("text", "Sale", "#FF0010")
-    assert row["id"] == "c1" and '"Sale"' in row["prompt"] and row["extra_info"] == {"format": "crello"}
+    expected = dict(type="text", x=20.0, y=200.0, width=160.0, height=40.0, text="Sale", color="#FF0010")
+    assert expected.items() <= text.items() and '"Sale"' in row["prompt"]
+    assert row["id"] == "c1" and row["extra_info"] == {"format": "crello"}
 
 
 def test_boxes_in_either_form_are_the_same_poster(tmp_path):
     Image.new("RGB", (30, 30)).save(tmp_path / "p.png")
     canvas = {"width": 300, "height": 300}
+    head = {"text": "Hello", "font_size": 30}
     ltrb = [{"type": "Photo", "box": [10, 20, 110, 120], "src": "p.png"},
-            {"type": "headline", "box": [10, 150, 290, 190], "text": "Hello", "font_size": 30}]  # fmt: skip
-    edges = [
-        {"type": "image", "left": 10, "top": 20, "width": 100, "height": 100, "src": "p.png"},
-        {"type": "text", "x": 10, "y": 150, "width": 280, "height": 40, "text": "Hello", "font_size": 30},
-    ]
+            {"type": "headline", "box": [10, 150, 290, 190], **head}]  # fmt: skip
+    edges = [{"type": "image", "left": 10, "top": 20, "width": 100, "height": 100, "src": "p.png"},
+             {"type": "text", "x": 10, "y": 150, "width": 280, "height": 40, **head}]  # fmt: skip
     posters = [{"id": "a", "prompt": "A poster.", "canvas": canvas, "elements": elements} for elements in (ltrb, edges)]
     one, other = run(tmp_path, "boxes", json.dumps(posters), ".json", images=str(tmp_path))
     assert one == other and one["prompt"] == "A poster." and one["images"] == ["p.png"]
@@ -311,21 +287,17 @@ def boxes(**element) -> str:
 @pytest.mark.parametrize("format, text, message", [
     ("pku", "poster_path,cls_elem\n", r"must have \['box_elem'\]"), ("pku", HEAD, "no poster"),
     ("pku", HEAD + 'a,1,4,"[1, 2, 3, 4]"\n', "line 2: class 4"),
-    ("pku", HEAD + 'a,1,one,"[1, 2, 3, 4]"\n', "line 2: class 'one'"),
     ("pku", HEAD + 'a,1,1,"__import__(1)"\n', "line 2: .*whole number"),
     ("pku", HEAD + 'a,1,1,"[10, 20, 5, 30]"\n', r"line 2: box \[10, 20, 5, 30\]: must be left < right"),
-    ("pku", HEAD + 'a,1,1,"[10, 20, 30]"\n', "line 2: box .*four numbers"),
     ("boxes", boxes(box=[1, 1, 5, float("nan")]), "row 1: box .*four numbers"),
-    ("boxes", boxes(type="frame"), "row 1: layer 0.*type"), ("boxes", boxes(fill="red"), "row 1: layer 0.*#RRGGBB"),
-    ("boxes", boxes(fill=[1, 2]), "row 1: fill"), ("boxes", boxes(src="a.png"), "row 1: image 'a.png'.*folder"),
+    ("boxes", boxes(type="frame"), "row 1: layer 0.*type"), ("boxes", boxes(fill=[1, 2]), "row 1: fill"),
+    ("boxes", boxes(src="a.png"), "row 1: image 'a.png'.*folder"),
     ("boxes", json.dumps([{"canvas": {"width": 9}, "elements": GOOD["elements"]}]), "row 0: 'height' is missing"),
     ("boxes", json.dumps([GOOD | {"elements": []}]), "row 0: elements = .*at least one"),
     ("boxes", "[3]", "row 0: 3: must be an object"), ("boxes", "[1, ", "no JSON"),
     ("boxes", "{nothing}", "one JSON object per line"),
     ("crello", json.dumps({"type": ["a", "b"], "left": [1]}), "row 0: lists of .*one length"),
-    ("cgl", json.dumps({"images": []}), '"images" and "annotations"'),
     ("cgl", json.dumps({"images": [], "annotations": [{"bbox": []}]}), "annotation 0: .*image_id"),
-    ("cgl", json.dumps({"images": [{"id": 1}], "annotations": []}), "image 0: .*lacks a key"),
 ])  # fmt: skip
 def test_a_bad_row_stops_the_conversion(tmp_path, format, text, message):
     suffix = ".csv" if text.startswith("poster_path") else ".json" if text[0] == "[" or format == "cgl" else ".jsonl"
@@ -337,20 +309,17 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     output = tmp_path / "a" / "b.jsonl"
     (tmp_path / "input.csv").write_text(PKU)
     (tmp_path / "elsewhere").mkdir()
-    given = {"--format": "pku", "--input": tmp_path / "input.csv", "--output": output}
 
     def called(**changes) -> None:
-        options = given | {f"--{name}": value for name, value in changes.items()}
-        monkeypatch.setattr("sys.argv", ["convert.py", *(str(text) for pair in options.items() for text in pair)])
+        options = dict(format="pku", input=tmp_path / "input.csv", output=output) | changes
+        monkeypatch.setattr("sys.argv", ["convert.py", *(f"--{name}={value}" for name, value in options.items())])
         convert.main()
 
     called()
     assert capsys.readouterr().out == f"{output}: 2 records, 2.0 layers each\n"
     assert len(records.read(str(output))) == 2
-    for name, value, message in (
-        ("format", "nothing", "must be one of"), ("input", "nothing", "must be a file"),
-        ("output", "nothing", "in .jsonl"), ("images", tmp_path / "elsewhere", "a folder beside the output"),
-    ):  # fmt: skip
+    for changes, message in ((dict(format="nothing"), "must be one of"), (dict(output="nothing"), "in .jsonl"),
+                             (dict(images=tmp_path / "elsewhere"), "a folder beside the output")):  # fmt: skip
         with pytest.raises(SystemExit):
-            called(**{name: value})
+            called(**changes)
         assert message in capsys.readouterr().err

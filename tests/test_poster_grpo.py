@@ -29,24 +29,21 @@ from grpo.poster import poster_grpo
 def earned(completions, answers, **columns):
     return [len(c) % 5 / 5 for c in completions]
 
-poster_grpo.REWARDS = ((earned, 1.0),)
-poster_grpo.main(parse(poster_grpo.Config))
+poster_grpo.main(parse(poster_grpo.Config), ((earned, 1.0),))
 """
 
 
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory) -> dict[str, str]:
     """Folders of the built-in policies before any training."""
-    folders = {}
-    tokenizer = toys.build_tokenizer()
+    folders, tokenizer = {}, toys.build_tokenizer()
     torch.manual_seed(0)
-    for name, model, saved in (
-        ("text", toys.build_llama(tokenizer), tokenizer),
-        ("vlm", toys.build_qwen_vl(tokenizer), toys.build_processor(tokenizer)),
-    ):
+    made = {"text": (toys.build_llama(tokenizer), tokenizer),
+            "vlm": (toys.build_qwen_vl(tokenizer), toys.build_processor(tokenizer))}  # fmt: skip
+    for name, parts in made.items():
         folders[name] = str(tmp_path_factory.mktemp(name))
-        model.save_pretrained(folders[name])
-        saved.save_pretrained(folders[name])
+        for part in parts:
+            part.save_pretrained(folders[name])
     return folders
 
 
@@ -63,7 +60,6 @@ def rows(tmp_path_factory) -> str:
 
 @pytest.fixture
 def run(launcher, policies, rows, tmp_path):
-    """Runs the script, by default with another reward, on one rank or two."""
     earning = tmp_path / "earning.py"
     earning.write_text(EARNING)
 
@@ -79,16 +75,15 @@ def run(launcher, policies, rows, tmp_path):
 def assert_close(run: Run, other: Run, folder: str) -> None:
     """Two runs whose sums were rounded differently, from the policy in a folder.
 
-    Rounding is 1e-7 of a gradient, but of the few that are close to 0 Adam makes up to a whole step, and a fault moves
-    most weights elsewhere: so they may differ, in the mean, by a hundredth of what training moved them.
+    Of the gradients that are close to 0 Adam makes up to a whole step, and a fault moves most weights elsewhere: so
+    they may differ, in the mean, by a hundredth of what training moved them.
     """
     for line, other_line in zip(comparable(run.lines), comparable(other.lines), strict=True):
         assert line.keys() == other_line.keys()
         for name, value in line.items():
             # a ratio at the limit may be clipped in one run only; others are differences of almost equal numbers
             least = 0.02 if name.startswith("clip") else 1e-5
-            same = value == other_line[name] or math.isclose(value, other_line[name], rel_tol=0.01, abs_tol=least)
-            assert same, f"step {line['step']}: {name} {value} {other_line[name]}"
+            assert value == other_line[name] or math.isclose(value, other_line[name], rel_tol=0.01, abs_tol=least), name
     one, two, start = run.weights(), other.weights(), load_file(f"{folder}/model.safetensors")
     assert one.keys() == two.keys()
     difference, moved = (sum((one[name] - x[name]).abs().sum() for name in one) for x in (two, start))
@@ -178,10 +173,9 @@ def test_the_vision_tower_runs_once_per_prompt_however_large_the_group(monkeypat
     for frozen, expected in ((True, 3), (False, 3 + 2 * 3)):  # prompts; a trained one also once per optimizer step
         calls = []
         monkeypatch.setattr(images, "_features", lambda *args, calls=calls: calls.append(1) or compute(*args))
-        poster_grpo.main(poster_grpo.Config(
-            policy_model=policies["vlm"], train_data=rows, eval_data="", batch_size=3, group_size=6, steps=1,
-            max_new_tokens=4, device="cpu", freeze_vision=frozen, out_dir=str(tmp_path / str(frozen)),
-        ))  # fmt: skip
+        options = dict(batch_size=3, group_size=6, steps=1, max_new_tokens=4, device="cpu", freeze_vision=frozen)
+        poster_grpo.main(poster_grpo.Config(policy_model=policies["vlm"], train_data=rows, eval_data="",
+                                            out_dir=str(tmp_path / str(frozen)), **options))  # fmt: skip
         assert len(calls) == expected
 
 
@@ -204,13 +198,13 @@ def test_prompts_that_do_not_fit_are_dropped_with_their_images(policies, rows, c
         load(max_prompt_tokens=5)
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    (dict(loss="gspo"), "set them to 3e-3 and 4e-3"), (dict(group_size=1), "group_size = 1: must be at least 2"),
-    (dict(coord_space="cm"), "coord_space = 'cm': must be one of"),
-])  # fmt: skip
-def test_settings_that_cannot_be_are_refused(options, said):
-    with pytest.raises(ValueError, match=said):
-        poster_grpo.Config(**options)
+def test_settings_that_cannot_be_are_refused():
+    for options, said in (
+        (dict(loss="gspo"), "set them to 3e-3 and 4e-3"), (dict(group_size=1), "group_size = 1: must be at least 2"),
+        (dict(coord_space="cm"), "coord_space = 'cm': must be one of"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            poster_grpo.Config(**options)
 
 
 @pytest.mark.poster

@@ -24,9 +24,6 @@ from PIL import Image
 from test_poster_launcher import alive
 from test_teacher_server import free_port, wait_for
 
-sys.path.insert(0, str(ROOT / "scripts"))
-import benchmark_rewards
-
 from common import reward_client
 from common.config import parse
 from grpo.poster import assessors, items, reward, reward_server, synthetic, tricks, web, worker
@@ -48,21 +45,20 @@ def score(images, metas):
     values = []
     for image, meta in zip(images, metas, strict=True):
         assert image.mode == "RGB" and 0 <= meta["cpu"] <= 1 and meta["solution"]
-        do, file = (meta["extra_info"].get(name, "") for name in ("do", "file"))
+        do, file = (meta["extra_info"].get(name) for name in ("do", "file"))
         if do == "wait":
             Path(file).touch()
             while Path(file).exists():
                 time.sleep(0.01)
         if do == "raise":
             raise KeyError("secret")
-        if do == "count":
-            return []
-        if do != "value":
-            meta["visual_quality"] = 0.75
-        values.append({"nan": float("nan"), "above": 1.01, "text": "0.5", "none": None,
+        meta["visual_quality"] = 0.75
+        values.append({"nan": float("nan"), "above": 1.01, "text": "0.5",
                        "refuse": ScorerError("scorer_unparsable", "no rating", retryable=False),
                        "busy": ScorerError("scorer_out_of_memory", "no memory", retryable=True),
                        "value": meta["extra_info"].get("value")}.get(do, 0.25))
+    if do == "count":
+        return []
     return values
 """
 
@@ -76,8 +72,8 @@ class Client:
         return requests.get(self.url + path, headers=headers, timeout=SOON)
 
     def post(self, path: str, body, **options) -> requests.Response:
-        content = {"json" if isinstance(body, dict) else "data": body}
-        return requests.post(self.url + path, **content, **{"timeout": 5 * SOON, **options})
+        kind = "json" if isinstance(body, dict) else "data"
+        return requests.post(self.url + path, **{kind: body, "timeout": 5 * SOON, **options})
 
     def scored(self, items: list[dict]) -> list[dict]:
         answer = self.post(MANY, {"items": items})
@@ -90,7 +86,7 @@ class Client:
 
     @contextlib.contextmanager
     def held(self, folder, *others: dict):
-        """The scorer at work on one item until the end of the block, and others behind it; gives their results."""
+        """The scorer at work on one item until the end of the block, and others behind it; yields their results."""
         going = folder / "going"
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(self.scored, [item(extra_info={"do": "wait", "file": str(going)}), *others])
@@ -105,19 +101,18 @@ class Server(Client):
     """A server in threads of this process; its processes are real."""
 
     def __init__(self, work: bool = True, **options):
-        self.rewards = Rewards(Config(**{"workers": 1, "batch_wait_ms": 1.0, **options}))
+        self.rewards, self.error = Rewards(Config(**{"workers": 1, "batch_wait_ms": 1.0, **options})), None
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        app = web.create_app(self.rewards)
-        self.web = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="warning"))
-        self.error, self.threads = None, []
-        self._start(lambda: self.web.run([listener]))
+        app = uvicorn.Config(web.create_app(self.rewards), lifespan="off", log_level="warning")
+        self.web, self.threads = uvicorn.Server(app), []
+        self.start(lambda: self.web.run([listener]))
         if work:
             self.rewards.load()
-            self._start(self.work)
+            self.start(self.work)
 
-    def _start(self, function) -> None:
+    def start(self, function) -> None:
         self.threads.append(threading.Thread(target=function, daemon=True))
         self.threads[-1].start()
 
@@ -133,7 +128,7 @@ class Server(Client):
         self.web.should_exit = True
         for thread in reversed(self.threads):
             thread.join(SOON)
-        assert not any(thread.is_alive() for thread in self.threads)
+            assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +147,6 @@ def server():
 
 @pytest.fixture(scope="module")
 def custom(scorer):
-    """A server with the scorer above."""
     server = Server(scorer=scorer)
     yield server
     server.stop()
@@ -185,19 +179,16 @@ def assert_refused(answer: requests.Response, status: int, code: str) -> None:
     assert ("Retry-After" in answer.headers) == (status in (429, 503))
 
 
-# ---- scores ----
-
-
 def test_one_and_many_and_no_service_at_all_give_the_same(server):
-    """Bit for bit: the process that scores for the service runs the same code, and JSON keeps every float."""
+    """Bit for bit: the process that scores for the service runs the same code."""
     rng = random.Random(1)
     solutions = [trick(RECORD, rng) for trick in tricks.TRICKS.values()]
-    own = [json.loads(json.dumps(reward.score(text, RECORD["ground_truth"]))) for text in solutions]
+    own = [reward.score(text, RECORD["ground_truth"]) for text in solutions]
     assert len({result["score"] for result in own}) > 10 and any(not result["parse_ok"] for result in own)
     many = server.scored([item(text, id=i) for i, text in enumerate(solutions)])
     assert [result["id"] for result in many] == list(range(len(solutions)))
     assert [only(result) for result in many] == own and all(result["ok"] is True for result in many)
-    for text, expected in list(zip(solutions, own, strict=True))[::7]:
+    for text, expected in list(zip(solutions, own, strict=True))[::9]:
         answer = server.post(ONE, item(text, ground_truth=json.dumps(RECORD["ground_truth"]))).json()
         assert only(answer) == expected and answer["id"] == "a" and answer["ms"] > 0
         assert answer["fingerprint"] == server.rewards.info["fingerprint"]
@@ -219,46 +210,36 @@ def test_a_malformed_poster_is_an_answer_and_a_bad_truth_an_error_of_its_item(se
     assert server.post(ONE, item("x" * 100_000)).json()["reason"] == "too_long"
 
 
-# ---- requests that are refused ----
-
-
 @pytest.mark.parametrize(("path", "body", "status", "code"), [
-    *((ONE, body, 400, "bad_json") for body in (
-        b"{", b"\xff\xfe\x00", b"", b"[" * 100_000, b'{"a":' * 20_000, b'{"id": ' + b"1" * 5000 + b"}")),
+    *((ONE, body, 400, "bad_json") for body in (b"{", b"\xff\xfe\x00", b"[" * 100_000, b'{"id":' + b"1" * 5000)),
     *((ONE, item(**changes), 422, "bad_request") for changes in (
         {"id": [1]}, {"id": "x" * 300}, {"extra_info": "x"}, {"extra_info": {"x": "y" * 2**16}})),
     *((ONE, item(extra_info={"images": images}), 422, "bad_request") for images in (
-        {"image_1": 3}, 3, True, False, "", ["synthetic:0:1:1"] * 17)),
-    *((ONE, body, 422, "bad_request") for body in (
-        b'{"solution_str": NaN}', b"[]", {"solution_str": "x"}, {"ground_truth": {}})),
-    *((MANY, body, 422, "bad_request") for body in (
-        {"items": []}, {"items": [item()] * 257}, item(), {"items": [item(), 3]})),
+        {"image_1": 3}, False, "", ["synthetic:0:1:1"] * 17)),
+    *((ONE, body, 422, "bad_request") for body in (b"[]", {"solution_str": "x"}, {"ground_truth": {}})),
+    *((MANY, {"items": given}, 422, "bad_request") for given in ([], [item()] * 257, None, [item(), 3])),
     ("/other", {}, 404, "not_found"), ("/health", {}, 405, "bad_method"), ("/docs", {}, 404, "not_found"),
 ])  # fmt: skip
 def test_what_is_not_a_request_is_refused_with_its_code(server, path, body, status, code):
     assert_refused(server.post(path, body), status, code)
 
 
-def with_extra(extra: str, truth: str = "{}") -> bytes:
-    """A request with JSON that the `json` module would not write."""
-    return f'{{"id": 7, "solution_str": "x", "ground_truth": {truth}, "extra_info": {extra}}}'.encode()
-
-
 def test_a_number_that_is_none_is_refused_by_the_name_of_its_field(server):
-    for body, status, said in (
-        (with_extra('{"a": [1, {"b": NaN}]}'), 422, "extra_info.a[1].b of the item: NaN or infinite"),
-        (with_extra('{"a": 1e400}'), 422, "extra_info.a of the item: NaN or infinite"),
-        (with_extra('{"a":' * 33 + "1" + "}" * 33), 422, "33 levels: at most 32"),
-        (with_extra('{"a": 1, "b": 2, "a": 1}'), 400, "'a' stands twice"),
-        (with_extra("{}", '{"layers": [{"x": NaN}]}'), 422, "ground_truth.layers[0].x is NaN"),
-        (with_extra("{}", '{"layers": [{"x": 0, "y": -1e400}]}'), 422, "ground_truth.layers[0].y is NaN"),
-        (with_extra("{}", '{"layers": [1' + "0" * 400 + "]}"), 422, "ground_truth.layers[0] is NaN"),
+    def body(extra: str = "{}", truth: str = "{}") -> bytes:  # that the `json` module would not write
+        return f'{{"id": 7, "solution_str": "x", "ground_truth": {truth}, "extra_info": {extra}}}'.encode()
+
+    for sent, status, said in (
+        (body('{"a": [1, {"b": NaN}]}'), 422, "extra_info.a[1].b of the item: NaN or infinite"),
+        (body('{"a":' * 33 + "1" + "}" * 33), 422, "33 levels: at most 32"),
+        (body('{"a": 1, "b": 2, "a": 1}'), 400, "'a' stands twice"),
+        (body(truth='{"layers": [{"x": 0, "y": -1e400}]}'), 422, "ground_truth.layers[0].y is NaN"),
+        (body(truth='{"layers": [1' + "0" * 400 + "]}"), 422, "ground_truth.layers[0] is NaN"),
     ):
-        answer = server.post(ONE, body)
+        answer = server.post(ONE, sent)
         assert answer.status_code == status and said in answer.json()["error"], answer.text
     # and costs no other item its score
-    body = f'{{"items": [{with_extra("{}", "[NaN]").decode()}, {json.dumps(item())}]}}'.encode()
-    bad, fine = server.post(MANY, body).json()["results"]
+    both = f'{{"items": [{body(truth="[NaN]").decode()}, {json.dumps(item())}]}}'.encode()
+    bad, fine = server.post(MANY, both).json()["results"]
     assert bad["error"]["code"] == "bad_ground_truth" and "ground_truth[0] is NaN" in bad["error"]["message"]
     assert fine["score"] > 0.98
 
@@ -269,36 +250,30 @@ def test_a_body_is_counted_whether_or_not_it_says_its_length_and_a_large_one_rea
     monkeypatch.setattr(web, "LARGE", 10_000)
     monkeypatch.setattr(server.rewards.processes, "submit", lambda f, *a: submitted.append(f) or read(f, *a))
     body = json.dumps({"items": [item()] * 40}).encode()
-    for sent in (body, (body[start : start + 1000] for start in range(0, len(body), 1000))):
+    for sent in (body, iter([body[:25_000], body[25_000:]])):
         assert_refused(server.post(MANY, sent), 413, "too_large")
-    assert len(server.scored([item()] * 10)) == 10
-    assert_refused(server.post(MANY, b"{" * 10_001), 400, "bad_json")
-    assert submitted.count(items.read) == 2 and server.scored([item()])[0]["ok"] and submitted.count(items.read) == 2
+    assert len(server.scored([item()] * 10)) == 10 and server.scored([item()])[0]["ok"]
+    assert submitted.count(items.read) == 1
 
 
 def test_with_a_token_only_health_is_open(own, tmp_path):
     (tmp_path / "token").write_text("secret\n")
     server = own(work=False, token_file=str(tmp_path / "token"))
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
-        for path in ("/info", "/metrics"):
-            assert_refused(server.get(path, **headers), 401, "bad_token")
+        assert_refused(server.get("/metrics", **headers), 401, "bad_token")
         assert_refused(server.post(ONE, item(), headers=headers), 401, "bad_token")
     assert server.get("/health").json() == {"status": "loading"} and server.get("/livez").status_code == 200
     assert_refused(server.post(ONE, item(), headers={"Authorization": "Bearer secret"}), 503, "loading")
 
 
 def test_only_known_names_of_this_machine_are_answered(server, monkeypatch):
-    for host in ("evil.example", "evil.example:80", "[", ""):
+    for host in ("evil.example:80", "[", ""):
         assert_refused(server.get("/info", Host=host), 403, "bad_host")
-    for host in ("localhost", "localhost:8899", "[::1]:8899", "LOCALHOST"):
+    for host in ("localhost", "[::1]:8899", "LOCALHOST"):
         assert server.get("/info", Host=host).status_code == 200
     monkeypatch.setenv("RL_HAND_REWARD_TOKEN", "secret")
     assert Config(host="0.0.0.0").hosts is None
     assert "node7" in Config(host="0.0.0.0", allowed_hosts="node7, node8").hosts
-    monkeypatch.setenv("RL_HAND_REWARD_TOKEN", " \n")  # is none
-    assert Config().host == "127.0.0.1" and not Config().secret
-    with pytest.raises(ValueError, match="without a token"):
-        Config(host="0.0.0.0")
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -306,10 +281,10 @@ def test_only_known_names_of_this_machine_are_answered(server, monkeypatch):
     (dict(structure_weight=0, accuracy_weight=0, visual_weight=0), "sum 0"), (dict(coord_space="cm"), "coord_space"),
     (dict(visual_weight=math.inf), "must be finite"), (dict(visual_alpha=2), "visual_alpha"),
     (dict(scorer_options="[1]"), "JSON object"), (dict(max_queue=10), "max_queue"),
-    (dict(asset_root="/nowhere"), "asset_root"), (dict(token_file="/nowhere"), "token_file"),
+    (dict(token_file="/nowhere"), "token_file"),
 ])  # fmt: skip
 def test_options_that_cannot_be_are_refused(options, message, monkeypatch):
-    monkeypatch.delenv("RL_HAND_REWARD_TOKEN", raising=False)
+    monkeypatch.setenv("RL_HAND_REWARD_TOKEN", " \n")  # is none
     with pytest.raises(ValueError, match=message):
         Config(**options)
 
@@ -319,13 +294,9 @@ def test_options_become_those_of_weights_and_scorers():
     assert weights == dict(structure=0.25, accuracy=0.5, visual=0.25)
     assert Config().options == {} and Config(font_paths=" a.ttf, b.otf ").fonts == ("a.ttf", "b.otf")
     given = ["--scorer", "visualquality_r1", "--visual-alpha", "0.25", "--scorer_options", '{"expected": true}']
-    assert parse(Config, given).options == dict(
-        model="TianheWu/VisualQuality-R1-7B", alpha=0.25, device="auto", dtype="auto", expected=True
-    )
+    own = dict(model="TianheWu/VisualQuality-R1-7B", alpha=0.25, device="auto", dtype="auto", expected=True)
+    assert parse(Config, given).options == own
     assert Config(workers=3).processes == 3 and 1 <= Config().processes <= 4
-
-
-# ---- images ----
 
 
 def encoded(image: Image.Image) -> str:
@@ -334,14 +305,9 @@ def encoded(image: Image.Image) -> str:
     return base64.b64encode(content.getvalue()).decode()
 
 
-def bomb() -> str:
-    """A small file of a large image."""
-    return encoded(Image.new("L", (5000, 5000)))
-
-
 @pytest.mark.services
 def test_images_are_sent_or_named_and_the_picture_is_made_of_them(own, tmp_path):
-    dark = Image.new("RGB", (64, 64), "#202020")  # without it there is grey below the letters
+    dark = Image.new("RGB", (64, 64), "#202020")  # without an image there is grey below the letters
     truth = {"canvas": {"width": 100, "height": 100, "background": "#FFFFFF"}, "layers": [
         {"type": "image", "src": "image_1", "x": 0, "y": 0, "width": 100, "height": 100},
         {"type": "text", "text": "Hello", "x": 10, "y": 40, "width": 80, "height": 20, "font_size": 14,
@@ -349,41 +315,36 @@ def test_images_are_sent_or_named_and_the_picture_is_made_of_them(own, tmp_path)
     (tmp_path / "a").mkdir()
     dark.save(tmp_path / "a" / "dark.png")
     server = own(asset_root=str(tmp_path))
-    without, expected = (reward.score(json.dumps(truth), truth, images=x) for x in (None, {"image_1": dark}))
-    assert expected["score"] != without["score"]
-    for images in ({"image_1": encoded(dark)}, [encoded(dark)], ["a/dark.png"]):
-        answer = server.post(ONE, item(json.dumps(truth), extra_info={"images": images}, ground_truth=truth)).json()
-        assert only(answer) == json.loads(json.dumps(expected))
-    (name,) = RECORD["images"]
-    answer = server.post(ONE, item(extra_info={"images": [name]})).json()
-    expected = reward.score(GOLD, RECORD["ground_truth"], images={"image_1": synthetic.image(name)})
-    assert only(answer) == json.loads(json.dumps(expected))
-    bad, good = server.scored([item(extra_info={"images": {"image_1": bomb()}}), item()])
+    text, picture = json.dumps(truth), synthetic.image(*RECORD["images"])
+    scores = set()
+    for images, seen in (({"image_1": encoded(dark)}, dark), (["a/dark.png"], dark), (RECORD["images"], picture)):
+        answer = server.post(ONE, item(text, extra_info={"images": images}, ground_truth=truth)).json()
+        assert only(answer) == reward.score(text, truth, images={"image_1": seen})
+        scores.add(answer["score"])
+    assert reward.score(text, truth)["score"] not in scores
+    bad, good = server.scored([item(extra_info={"images": {"image_1": "not base64!"}}), item()])
     assert bad["error"]["code"] == "bad_image" and good["ok"]
 
 
 @pytest.mark.parametrize(("image", "message"), [
-    ("http://127.0.0.1/x.png", "no file below"), ("../outside.png", "no file below"), ("/etc/x.png", "no file below"),
-    ("link.png", "no file below"), ("folder.png", "no file below"), ("none.png", "no file below"),
+    *((name, "no file below") for name in ("http://127.0.0.1/x.png", "../outside.png", "/etc/x.png", "link.png")),
     ("not base64!", "neither base64"), (base64.b64encode(b"GIF89a" + bytes(50)).decode(), "cannot identify"),
     (base64.b64encode(bytes(2**22 + 1)).decode(), "must be at most"), ("large.png", "must be at most"),
-    ("broken.png", "cannot be used"), ("synthetic:9:9", "cannot be used"), (bomb, "pixels: must be at most"),
+    ("broken.png", "cannot be used"), ("synthetic:9:9", "cannot be used"), ("bomb", "pixels: must be at most"),
 ])  # fmt: skip
 def test_an_image_that_cannot_be_used_is_an_error_and_nothing_is_fetched(tmp_path, image, message):
     root = tmp_path / "root"
-    with pytest.raises(items.Refused, match="--asset_root"):
-        assessors.image("a.png", "")
-    (root / "folder.png").mkdir(parents=True)
+    root.mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "outside.png")
     (root / "link.png").symlink_to(tmp_path / "outside.png")
     (root / "large.png").write_bytes(bytes(2**22 + 1))
     (root / "broken.png").write_bytes((tmp_path / "outside.png").read_bytes()[:40])
+    with pytest.raises(items.Refused, match="--asset_root"):
+        assessors.image("broken.png", "")
+    image = encoded(Image.new("L", (5000, 5000))) if image == "bomb" else image  # a small file
     with pytest.raises(items.Refused, match=message) as refused:
-        assessors.image(image() if callable(image) else image, str(root))
+        assessors.image(image, str(root))
     assert (refused.value.status, refused.value.code, refused.value.retryable) == (422, "bad_image", False)
-
-
-# ---- the scorer ----
 
 
 def test_a_scorer_of_ones_own_counts_with_its_weight(custom):
@@ -395,8 +356,8 @@ def test_a_scorer_of_ones_own_counts_with_its_weight(custom):
 
 
 @pytest.mark.parametrize(("do", "code", "retryable"), [
-    ("nan", "scorer_invalid", True), ("above", "scorer_invalid", True), ("text", "scorer_invalid", True),
-    ("none", "scorer_invalid", True), ("refuse", "scorer_unparsable", False), ("busy", "scorer_out_of_memory", True),
+    *((do, "scorer_invalid", True) for do in ("nan", "above", "text")),
+    ("refuse", "scorer_unparsable", False), ("busy", "scorer_out_of_memory", True),
 ])  # fmt: skip
 def test_what_a_scorer_gives_in_place_of_a_score_is_an_error_of_its_item(custom, do, code, retryable):
     bad, good = custom.scored([item(extra_info={"do": do}), item()])
@@ -406,7 +367,7 @@ def test_what_a_scorer_gives_in_place_of_a_score_is_an_error_of_its_item(custom,
     assert answer.status_code == 503 and answer.json()["code"] == code and answer.json()["retryable"] is retryable
 
 
-def test_a_scorer_that_fails_is_an_error_of_the_batch_and_tried_out_again(custom, capsys):
+def test_a_scorer_that_fails_is_an_error_of_the_batch_and_tried_out_again(custom, capsys, monkeypatch):
     assert custom.scored([item(extra_info={"do": "count"})])[0]["error"]["code"] == "scorer_invalid"
     for _ in range(worker.FAILURES):
         (bad,) = custom.scored([item(extra_info={"do": "raise"})])
@@ -416,11 +377,15 @@ def test_a_scorer_that_fails_is_an_error_of_the_batch_and_tried_out_again(custom
     assert custom.scored([item()])[0]["ok"] and custom.rewards.failures == 0
     assert capsys.readouterr().err.count("KeyError: 'secret'") == worker.FAILURES
     assert custom.metric('item_errors_total{code="scorer_failed"}') == worker.FAILURES
+    # a service that scores good posters low does not start
+    monkeypatch.setattr(synthetic, "gold", lambda record: '{"layers": []}')
+    with pytest.raises(RuntimeError, match="self-test failed"):
+        custom.rewards._self_test()
 
 
 @pytest.mark.services
-def test_a_scorer_that_does_not_recover_ends_the_server(scorer, capsys):
-    server = Server(scorer=scorer)
+def test_a_scorer_that_does_not_recover_ends_the_server(own, scorer):
+    server = own(scorer=scorer)
     server.rewards.scorer.score_batch = lambda images, metas: 1 / 0
     for _ in range(worker.FAILURES - 1):
         assert server.scored([item()])[0]["error"]["code"] == "scorer_failed"
@@ -430,18 +395,7 @@ def test_a_scorer_that_does_not_recover_ends_the_server(scorer, capsys):
     assert "self-test failed" in str(server.error)
     assert_refused(server.post(ONE, item()), 503, "failed")
     assert server.get("/health").status_code == 503
-    server.web.should_exit = True
-    server.threads[0].join(SOON)
     server.rewards.processes.close()
-
-
-def test_a_service_that_scores_good_posters_low_does_not_start(server, monkeypatch):
-    monkeypatch.setattr(synthetic, "gold", lambda record: '{"layers": []}')
-    with pytest.raises(RuntimeError, match="self-test failed"):
-        server.rewards._self_test()
-
-
-# ---- much to do, and trouble ----
 
 
 @pytest.mark.services
@@ -449,8 +403,8 @@ def test_a_burst_of_requests_loses_and_swaps_nothing(scorer, own, monkeypatch, t
     """100 requests at once, of which the queue holds 64: the others come again."""
     monkeypatch.setattr(reward_client, "BATCH_ITEMS", 1)
     monkeypatch.setattr(reward_server, "MAX_ITEMS", 64)
-    truth = json.dumps({"canvas": {"width": 64, "height": 64}, "layers": [
-        {"type": "shape", "x": 8, "y": 8, "width": 40, "height": 40, "fill": "#000000"}]})  # fmt: skip
+    layer = {"type": "shape", "x": 8, "y": 8, "width": 40, "height": 40, "fill": "#000000"}
+    truth = json.dumps({"canvas": {"width": 64, "height": 64}, "layers": [layer]})
     server = own(scorer=scorer, max_batch=8, max_queue=64)
     client, count = reward_client.RewardService(server.url, workers=100), 100
     columns = {"extra_info": [{"do": "value", "value": i / count} for i in range(count)]}
@@ -478,15 +432,15 @@ def test_a_full_queue_a_deadline_and_health_before_and_while_it_works(own):
         assert_refused(server.post(MANY, {"items": [item()] * 2}), 429, "queue_full")
         assert server.get("/health").json() == {"status": "ok"}
         assert_refused(waiting[1].result(), 504, "deadline")
-        server._start(server.work)
+        server.start(server.work)
         assert all(result["reason"] == "no_json" for result in waiting[0].result().json()["results"])
     wait_for(lambda: server.metric('item_errors_total{code="deadline"}') == 1)  # and it was not scored
     assert server.metric("items_total") == 1 + 254
-    for header in ("soon", "0", "-5", "nan", "inf"):
+    for header in ("soon", "0", "inf"):
         assert_refused(server.post(ONE, item(), headers={"X-Timeout-Ms": header}), 422, "bad_request")
 
 
-def test_health_answers_while_the_scorer_is_at_work(custom, tmp_path):
+def test_health_answers_while_the_scorer_is_at_work(custom, tmp_path, monkeypatch):
     with custom.held(tmp_path) as asked:
         assert_refused(custom.post(ONE, item(), headers={"X-Timeout-Ms": "50"}), 504, "deadline")
         assert custom.get("/health").json() == {"status": "ok"}
@@ -494,9 +448,7 @@ def test_health_answers_while_the_scorer_is_at_work(custom, tmp_path):
     assert asked.result()[0]["ok"]
     wait_for(lambda: custom.metric('item_errors_total{code="deadline"}') == 1)
     assert custom.scored([item(id="b")])[0]["id"] == "b"  # a queue with nothing but what came too late is no end
-
-
-def test_a_scorer_that_hangs_is_not_healthy(custom, tmp_path, monkeypatch):
+    # unless it hangs
     monkeypatch.setattr(custom.rewards, "cfg", dataclasses.replace(custom.rewards.cfg, deadline_seconds=0.05))
     assert custom.rewards.late == -math.inf
     with custom.held(tmp_path) as asked:
@@ -505,70 +457,29 @@ def test_a_scorer_that_hangs_is_not_healthy(custom, tmp_path, monkeypatch):
         assert answer.status_code == 503 and answer.json()["status"].startswith("stuck: ")
     assert asked.result()[0]["ok"]  # its own client still waits: the deadline of the web side is as before
     wait_for(lambda: custom.rewards.late == -math.inf)
-    assert custom.get("/health").json() == {"status": "ok"}
 
 
 @pytest.mark.services
-def test_the_processes_work_on_the_next_batch_while_the_scorer_is_at_work(scorer, own, tmp_path):
-    server = own(scorer=scorer, max_batch=1)
-    assessed, submit = [], server.rewards.processes.submit
-    server.rewards.processes.submit = lambda f, x: assessed.append(submit(f, x)) or assessed[-1]
-    with server.held(tmp_path, item(), item()) as asked:
-        assert len(assessed) == 2 and assessed[1].result(SOON).structure > 0.98
-    assert [result["ok"] for result in asked.result()] == [True] * 3
-
-
-def child(server: Server) -> int:
-    """The process that assesses."""
-    return server.rewards.processes.submit(os.getpid).result(30)
-
-
-@pytest.mark.services
-def test_a_process_that_dies_or_hangs_costs_the_item_it_had(own):
+def test_a_process_that_dies_or_hangs_costs_the_item_it_had(own, capsys):
     server = own(item_seconds=2.0)
-    first = child(server)
+    processes = server.rewards.processes
+    first = processes.submit(os.getpid).result(30)
     os.kill(first, signal.SIGSTOP)
     hung, after = server.scored([item(id=1), item(id=2)])
     assert hung["error"]["code"] == "scorer_timeout" and hung["error"]["retryable"] is True
     assert after["score"] > 0.98 and after["id"] == 2
-    second = child(server)
+    second = processes.submit(os.getpid).result(30)
     assert second != first and not alive(first)
-    os.kill(second, signal.SIGSTOP)
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(server.scored, [item(), item()])
-        wait_for(lambda: server.metric("waiting") == 0 and server.rewards.processes._calls.qsize() == 1)
-        os.kill(second, signal.SIGKILL)
-        died, after = asked.result()
-    assert died["error"]["code"] in ("worker_died", "scorer_timeout") and after["score"] > 0.98
-    os.kill(child(server), signal.SIGKILL)
-    assert_refused(server.post(ONE, item()), 503, "worker_died")
-
-
-@pytest.mark.services
-def test_a_call_that_fails_leaves_the_processes_at_work(server, capsys):
+    os.kill(second, signal.SIGKILL)
+    died, after = server.scored([item(), item()])
+    assert died["error"]["code"] == "worker_died" and after["score"] > 0.98
+    # nor does a call that fails leave them without work
     unpickled = "type('X', (), {'__reduce__': lambda self: (int, ('x',))})()"  # int('x') is called here, not there
     for text, code in ((unpickled, "internal"), ("1 / 0", "internal"), ("lambda: 0", "worker_died")):
         with pytest.raises(items.Refused) as refused:
-            server.rewards.processes.submit(eval, text).result(30)
+            processes.submit(eval, text).result(30)
         assert refused.value.code == code
-    assert "invalid literal for int" in capsys.readouterr().err
-    assert server.scored([item()])[0]["ok"]
-
-
-@pytest.mark.services
-def test_the_processes_end_with_the_server_however_it_ends():
-    code = (
-        "import os, time; from grpo.poster.assessors import Assessors, Options\n"
-        "print(Assessors(1, Options(), 5.0).submit(os.getpid).result(), flush=True); time.sleep(60)"
-    )
-    server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    pid = int(server.stdout.readline())
-    for number in (signal.SIGTERM, signal.SIGINT):  # meant for the server: it decides
-        os.kill(pid, number)
-    assert alive(pid)
-    server.kill()
-    server.wait()
-    wait_for(lambda: not alive(pid))
+    assert "invalid literal for int" in capsys.readouterr().err and server.scored([item()])[0]["ok"]
 
 
 def test_a_bug_is_an_error_and_not_a_score(server, monkeypatch):
@@ -589,43 +500,27 @@ def test_a_bug_is_an_error_and_not_a_score(server, monkeypatch):
 def test_metrics_and_info_say_what_happened(own):
     server = own(structure_weight=1, accuracy_weight=1, visual_weight=0)
     server.scored([item(), item("x"), item(ground_truth={})])
-    text = server.get("/metrics").text
-    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert text.count("# TYPE") == len(set(re.findall(r"# TYPE (\S+)", text)))
+    lines = dict(line.rsplit(" ", 1) for line in server.get("/metrics").text.splitlines() if not line.startswith("#"))
     assert float(lines["poster_items_total"]) == 3  # with that of the self-test
     assert float(lines['poster_item_errors_total{code="bad_ground_truth"}']) == 1
     assert float(lines[f'poster_requests_total{{endpoint="{MANY}",status="200"}}']) == 1
-    bounds = ("0.0", "0.9", "1.0", "+Inf")
-    assert [float(lines[f'poster_part_bucket{{part="score",le="{bound}"}}']) for bound in bounds] == [1, 1, 3, 3]
+    buckets = [float(lines[f'poster_part_bucket{{part="score",le="{x}"}}']) for x in ("0.0", "0.9", "1.0", "+Inf")]
+    assert buckets == [1, 1, 3, 3]
     assert float(lines['poster_part_count{part="structure"}']) == 3 and float(lines["poster_ready"]) == 1
     info = server.get("/info").json()
     assert info["limits"] == dict(body_bytes=2**23, items=256, image_bytes=2**22, queue=1024, batch=32)
     assert info["weights"] == dict(structure=0.5, accuracy=0.5, visual=0.0) and info["version"] == reward.VERSION
-    assert re.fullmatch("[0-9a-f]{64}", info["fingerprint"]) and info["instance_id"]
+    assert info["instance_id"]
 
 
 def test_the_fingerprint_is_of_all_that_scores_depend_on(server, monkeypatch):
     info = server.rewards.info
     same = worker.fingerprint(dict(info, workers=9, limits={}))
     assert same == info["fingerprint"]
-    changes = [dict(weights={"structure": 1}), dict(scorer="x"), dict(scorer_identity="x"), dict(fonts="x"),
-               dict(coord_space="rel1000"), dict(version=99)]  # fmt: skip
-    assert len({worker.fingerprint({**info, **change}) for change in changes} | {same}) == len(changes) + 1
+    for name in ("weights", "scorer", "scorer_identity", "fonts", "coord_space", "version"):
+        assert worker.fingerprint({**info, name: "other"}) != same, name
     monkeypatch.setattr(worker, "SOURCES", worker.SOURCES[1:])
     assert worker.fingerprint(info) != same
-
-
-@pytest.mark.tools
-def test_the_benchmark_counts_what_was_scored(server, capsys):
-    before = server.metric("items_total")
-    benchmark_rewards.main(benchmark_rewards.Config(url=server.url, clients=2, seconds=0.5, batch=4, level=0))
-    numbers = json.loads(capsys.readouterr().out)
-    scored = server.metric("items_total") - before
-    assert 0 < 0.5 * numbers["posters_per_second"] <= scored <= 0.5 * numbers["posters_per_second"] + 2 * 4
-    assert 0 < numbers["health_p50_ms"] <= numbers["health_p99_ms"] and numbers["refused"] == 0
-
-
-# ---- processes ----
 
 
 class Process(Command, Client):
@@ -634,8 +529,8 @@ class Process(Command, Client):
     def __init__(self, request, output, **options):
         port = options.setdefault("port", free_port())
         self.output, self.url = output, f"http://127.0.0.1:{port}"
-        arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "RL_HAND_INSTANCE_ID": "this one"}
+        arguments = [f"--{name}={value}" for name, value in options.items()]
         super().__init__([sys.executable, SCRIPT, *arguments], output, environment)
         request.addfinalizer(self.kill)
 
@@ -654,7 +549,8 @@ def test_sigterm_answers_what_is_waiting_and_refuses_what_is_new(request, scorer
     server = Process(request, tmp_path / "out.txt", scorer=scorer, workers=1, max_batch=1).ready()
     assert server.get("/info").json()["instance_id"] == "this one"
     with server.held(tmp_path, *[item()] * 3) as asked:
-        os.kill(server.pid, signal.SIGTERM)
+        assert server.metric("waiting") == 2  # the processes work on the next batch while the scorer is at work
+        os.killpg(server.pid, signal.SIGTERM)  # its processes too: they leave it to the server
         wait_for(lambda: server.get("/health").json() == {"status": "draining"})
         assert_refused(server.post(ONE, item()), 503, "draining")
         assert server.get("/livez").status_code == 200
@@ -664,17 +560,15 @@ def test_sigterm_answers_what_is_waiting_and_refuses_what_is_new(request, scorer
 
 
 @pytest.mark.services
-def test_a_server_whose_scorer_hangs_ends(request, scorer, tmp_path):
-    server = Process(request, tmp_path / "out.txt", scorer=scorer, workers=1, deadline_seconds=0.3).ready()
-    hang = item(extra_info={"do": "wait", "file": str(tmp_path / "going")})
-    assert_refused(server.post(ONE, hang), 504, "deadline")
-    assert "the model hangs" in server.ended(1)
-
-
-@pytest.mark.services
-def test_a_server_that_cannot_start_says_why_and_ends(request, tmp_path):
+def test_a_server_that_cannot_start_or_whose_scorer_hangs_says_why_and_ends(request, scorer, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = Process(request, tmp_path / "taken.txt", port=other.getsockname()[1])
         failed = Process(request, tmp_path / "failed.txt", scorer="nothing.py:score")
         assert "give another --port" in taken.ended(1)
         assert "there is no file 'nothing.py'" in failed.ended(1)
+    server = Process(request, tmp_path / "out.txt", scorer=scorer, workers=1, deadline_seconds=0.3).ready()
+    child = int(subprocess.run(["pgrep", "-P", str(server.pid)], capture_output=True, check=True).stdout)
+    hang = item(extra_info={"do": "wait", "file": str(tmp_path / "going")})
+    assert_refused(server.post(ONE, hang), 504, "deadline")
+    assert "the model hangs" in server.ended(1)
+    wait_for(lambda: not alive(child))  # the processes end with the server, however it ends

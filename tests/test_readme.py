@@ -50,9 +50,8 @@ NOT_RUN = {
     "python grpo/poster/convert.py": "needs that data; test_poster_data.py has small files of each format",
 }
 # The documented command with these options behind it, of which the last counts.
-SMALL_TRAINING = (
-    "--policy_model {policy} --train_data {tmp}/rows.jsonl --device cpu --steps 1 --batch_size 2 --out_dir {tmp}/run"
-)
+SMALL_TRAINING = "--policy_model {tmp}/policy --train_data {tmp}/rows.jsonl --device cpu --steps 1 --batch_size 2"
+SMALL_TRAINING += " --out_dir {tmp}/run"
 SMALL_POSTER = {
     LAUNCH_POSTER: '--port {port} --workers 1 -- --group_size 2 --max_new_tokens 8 --eval_data "" ' + SMALL_TRAINING,
     "python grpo/poster/supervised.py": SMALL_TRAINING,
@@ -60,10 +59,8 @@ SMALL_POSTER = {
     "python scripts/benchmark_rewards.py": "--seconds 3 --clients 2 --batch 4 --workers 1",
     "python scripts/render_poster.py": "--out {tmp}/posters.png",
 }
-SMALL = (
-    "--train_data toy --eval_data toy --steps 2 --batch_size 4 --group_size 4 --max_new_tokens 8 --eval_examples 8 "
-    "--eval_every 2 --device cpu"
-)
+SMALL = "--train_data toy --eval_data toy --steps 2 --batch_size 4 --group_size 4 --max_new_tokens 8 --eval_examples 8"
+SMALL += " --eval_every 2 --device cpu"
 POLICY, STUDENT = " --policy_model toy", " --student_model toy --teacher_model toy"
 
 
@@ -83,19 +80,14 @@ def script_in(command: str) -> str | None:
     return found[1] if found else None
 
 
-def repeated() -> list[str]:
-    """Commands that are like an earlier one of the same program and script, apart from options of the script."""
-    found, kinds = [], set()
-    for command in commands():
-        kind = command.split()[0] + " --nnodes" * ("--nnodes" in command), script_in(command)
-        if kind[1] and kind in kinds:
-            found.append(command)
-        kinds.add(kind)
-    return found
-
-
-REPEATED = repeated()
-RUN = [c for c in commands() if c not in REPEATED and not c.startswith(tuple(NOT_RUN))]
+REPEATED, RUN, kinds = [], [], set()  # repeated: like an earlier one, apart from options of the script
+for line in commands():
+    kind = line.split()[0] + " --nnodes" * ("--nnodes" in line), script_in(line)
+    if kind[1] and kind in kinds:
+        REPEATED.append(line)
+    elif not line.startswith(tuple(NOT_RUN)):
+        RUN.append(line)
+    kinds.add(kind)
 
 
 def starts(*commands: str):
@@ -133,16 +125,6 @@ def environment(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def poster_policy(tmp_path_factory) -> Path:
-    """The built-in poster policy before any training."""
-    folder, tokenizer = tmp_path_factory.mktemp("policy"), toys.build_tokenizer()
-    torch.manual_seed(0)
-    toys.build_llama(tokenizer).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def quickstart_run(tmp_path_factory, environment) -> Path:
     """What `bash scripts/quickstart.sh` leaves behind, after two steps."""
     out_dir = tmp_path_factory.mktemp("runs") / "quickstart"
@@ -150,34 +132,30 @@ def quickstart_run(tmp_path_factory, environment) -> Path:
     return out_dir
 
 
-def test_the_pages_hold_commands():
-    assert len(commands()) >= 10
-    assert not [command for command in NOT_RUN if not any(line.startswith(command) for line in commands())]
-
-
 def options_of(path: Path) -> dict[str, str]:
     """Defaults by name."""
     return dict(re.match(r"(\w+): \w+ = (.*)", field).groups() for field in fields(path))
 
 
-@pytest.mark.parametrize("command", REPEATED)
-def test_a_command_like_another_has_options_of_its_script(command):
-    given = re.findall(r"--([\w-]+)", command.partition(".py ")[2])
-    assert given and set(given) <= options_of(SCRIPTS[script_in(command)]).keys()
-
-
-def test_a_launch_on_gpus_has_options_of_the_service_and_the_training():
-    (command,) = [command for command in commands() if command.startswith(LAUNCH_POSTER + " --scorer")]
-    for part, script in zip(command.split(" -- "), ("reward_server", "poster_grpo"), strict=True):
-        assert set(re.findall(r"--(\w+)", part)) <= options_of(ROOT / "grpo" / "poster" / f"{script}.py").keys()
+def test_commands_that_are_not_run_have_options_of_their_scripts():
+    assert len(commands()) >= 10
+    assert not [command for command in NOT_RUN if not any(line.startswith(command) for line in commands())]
+    cases = [(command.partition(".py ")[2], SCRIPTS[script_in(command)]) for command in REPEATED]
+    (launch,) = [command for command in commands() if command.startswith(LAUNCH_POSTER + " --scorer")]
+    files = [ROOT / "grpo" / "poster" / f"{script}.py" for script in ("reward_server", "poster_grpo")]
+    for given, script in [*cases, *zip(launch.split(" -- "), files, strict=True)]:
+        names = re.findall(r"--([\w-]+)", given)
+        assert names and set(names) <= options_of(script).keys(), given
 
 
 @starts(*SMALL_POSTER)
-def test_a_command_of_the_poster_page_works(command, tmp_path, environment, poster_policy):
+def test_a_command_of_the_poster_page_works(command, tmp_path, environment):
     (small,) = [options for start, options in SMALL_POSTER.items() if command.startswith(start)]
-    options = small.format(port=free_port(), policy=poster_policy, tmp=tmp_path)
-    rows = [json.dumps(synthetic.record(seed, 0)) for seed in range(4)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    options, tokenizer = small.format(port=free_port(), tmp=tmp_path), toys.build_tokenizer()
+    torch.manual_seed(0)
+    for saved in (tokenizer, toys.build_llama(tokenizer)):  # the built-in poster policy before any training
+        saved.save_pretrained(tmp_path / "policy")
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(synthetic.record(seed, 0)) for seed in range(4)))
     line = {"step": 1, "completion": '{"layers": []}', "id": "synthetic-0-10000"}  # as a training writes it
     (tmp_path / "samples.jsonl").write_text(json.dumps(line) + "\n")
     command = command.replace("runs/poster/samples.jsonl", str(tmp_path / "samples.jsonl"))
@@ -189,7 +167,6 @@ def test_a_command_of_the_poster_page_works(command, tmp_path, environment, post
         printed = execute([program, *arguments], environment)
     if command == LAUNCH_POSTER:
         assert "[reward] rewards (cpu): ready" in printed and "[train] policy saved in" in printed
-        assert (tmp_path / "run" / "checkpoint-000001" / "model.safetensors").exists()
     elif "supervised" in command:
         assert (tmp_path / "run" / "policy" / "model.safetensors").exists()
     elif "tricks" in command:
@@ -206,7 +183,7 @@ def test_the_quickstart_works(command, tmp_path, environment):
         pytest.skip("no .venv made by scripts/test.sh, and this test does not install one")
     out_dir = tmp_path / "run"
     printed = execute([*shlex.split(command), *(SMALL + POLICY).split(), "--out_dir", str(out_dir)], environment)
-    assert "gspo/gspo.py: the layout of gspo_multigpu.py needs 3 GPUs, 0 found" in printed or "gspo_multi" in printed
+    assert "gspo_multi" in printed
     assert (out_dir / "plot.png").stat().st_size > 10_000
 
 
@@ -222,9 +199,8 @@ def test_a_distillation_with_its_teacher_beside_it_works(command, tmp_path, envi
 
 @starts("python scripts/check_gpus.py", "python scripts/plan_memory.py")
 def test_a_command_that_looks_before_a_run_works(command, tmp_path, environment):
-    shape = dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
-                 num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False)  # fmt: skip
-    Qwen2Config(**shape).save_pretrained(tmp_path)
+    Qwen2Config(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+                num_key_value_heads=4, vocab_size=152064).save_pretrained(tmp_path)  # fmt: skip
     arguments = shlex.split(command.replace("Qwen/Qwen2.5-7B-Instruct", str(tmp_path)), comments=True)[1:]
     gpus = torch.cuda.device_count()
     if "plan_memory" in command:  # as the page says: adapters fit, all of the weights do not
@@ -303,7 +279,7 @@ def test_requests_of_the_poster_page_are_answered_as_printed(tmp_path, environme
         server.join(10)
 
 
-def test_code_and_records_of_the_poster_page_can_be_used(tmp_path):
+def test_code_records_and_bands_of_the_poster_page_are_right(tmp_path):
     (tmp_path / "my_scorer.py").write_text(blocks_of(POSTER, "python")[0])
     scorer = scorers.load(f"{tmp_path}/my_scorer.py:score", {})
     image = Image.new("RGB", (10, 10), "black")
@@ -316,9 +292,6 @@ def test_code_and_records_of_the_poster_page_can_be_used(tmp_path):
     (tmp_path / "rows.jsonl").write_text(record)
     (row,) = records.read(str(tmp_path / "rows.jsonl"))
     assert layout.ground_truth(row["ground_truth"]).layers and row["images"] == ["pictures/market.png"]
-
-
-def test_the_poster_page_lists_tricks_with_their_bands():
     rows = re.findall(r"\| `(\w+)` \| ([.\d]+)(?: \| [.\d]+){3}", (ROOT / POSTER).read_text())
     assert len(rows) >= 20
     for name, score in rows:

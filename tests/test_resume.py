@@ -46,9 +46,6 @@ def assert_same(run, straight, after: int = -1) -> None:
     assert not list(run.out_dir.glob(".writing-*"))
 
 
-# ---- on purpose ----
-
-
 def test_three_steps_and_three_are_six(launcher, straight, tmp_path):
     first = launcher.run("gspo", tmp_path, steps=3).succeeded()
     assert f"no checkpoint in {tmp_path}" in first.output
@@ -58,20 +55,6 @@ def test_three_steps_and_three_are_six(launcher, straight, tmp_path):
     assert_same(second, straight, after=3)
     assert [line["step"] for line in second.steps] == list(range(1, STEPS + 1))
     assert [line["step"] for line in second.lines if "seconds_save" in line] == [2, 3, 4, 6]
-
-
-@pytest.mark.parity
-def test_the_scripts_go_on_from_each_other(launcher, straight, tmp_path):
-    for script, steps in (("gspo", 2), ("gspo_multigpu", 4), ("gspo_ddp", 6)):
-        run = launcher.run(script, tmp_path, steps=steps).succeeded()
-    assert_same(run, straight)
-
-
-@pytest.mark.parity
-def test_two_ranks_go_on_bit_for_bit(launcher, tmp_path):
-    for steps in (2, STEPS):
-        run = launcher.run("gspo_ddp", tmp_path, 2, steps=steps).succeeded()
-    assert_same(run, launcher.trained("gspo_ddp", 2, steps=STEPS))
 
 
 class NotesRows:
@@ -95,7 +78,7 @@ def test_ranks_can_come_and_go(launcher, tmp_path):
     data, seen = tmp_path / "rows.jsonl", tmp_path / "seen"
     data.write_text("".join(f'{{"prompt": "{r["prompt"]}", "answer": "1", "row": {i}}}\n' for i, r in enumerate(rows)))
     out_dir, options = tmp_path / "run", dict(train_data=data, eval_every=0, rewards=[NotesRows(seen)])
-    for script, ranks, steps in (("gspo_ddp", 2, 2), ("gspo", 1, 4), ("gspo_ddp", 2, STEPS)):
+    for script, ranks, steps in (("gspo_ddp", 2, 2), ("gspo_multigpu", 1, 4), ("gspo_ddp", 2, STEPS)):
         run = launcher.run(script, out_dir, ranks, steps=steps, **options).succeeded()
         if steps > 2:
             assert f"resumed by {ranks}" in run.output
@@ -120,16 +103,13 @@ def test_a_named_checkpoint_starts_a_new_branch(launcher, straight, tmp_path):
     assert run.steps[0]["step"] == 3
 
 
-def test_going_back_leaves_one_branch(launcher, straight, copied):
-    # from step 2 again, with another learning rate: refused, or what comes of it is what the next start takes
+def test_going_back_leaves_one_branch(launcher, copied):
+    # from step 2 again, with another learning rate: what comes of it is what the next start takes
     options = dict(resume=copied / "checkpoint-000002", steps=3, learning_rate=1e-5, keep_checkpoints=2)
-    run = launcher.run("gspo", copied, **options)
-    if run.codes == [0]:
-        assert run.steps[-1]["step"] == 3
-        after = launcher.run("gspo", copied, steps=4, learning_rate=1e-5).succeeded()
-        assert f"resuming from {copied}/checkpoint-000003" in after.output
-    else:
-        assert "ValueError" in run.output and run.lines == straight.lines
+    run = launcher.run("gspo", copied, **options).succeeded()
+    assert run.steps[-1]["step"] == 3
+    after = launcher.run("gspo", copied, steps=4, learning_rate=1e-5).succeeded()
+    assert f"resuming from {copied}/checkpoint-000003" in after.output
 
 
 def test_data_that_changed_under_their_name_are_pointed_out(launcher, tmp_path):
@@ -144,23 +124,13 @@ def test_data_that_changed_under_their_name_are_pointed_out(launcher, tmp_path):
             assert "(12 rows, CRC-32 " in run.output and "now 8 rows, CRC-32 " in run.output
 
 
-# ---- refused ----
-
-
-def test_none_refuses_a_folder_in_use(launcher, straight, copied):
+def test_a_folder_in_use_and_a_checkpoint_that_does_not_exist_are_refused(launcher, straight, copied, tmp_path):
     run = launcher.run("gspo", copied, resume="none")
     assert run.codes[0] not in (0, None) and "already holds a run" in run.output
     assert run.lines == straight.lines
-
-
-def test_a_checkpoint_that_does_not_exist_is_refused_before_anything_is_loaded(launcher, tmp_path):
-    run = launcher.run("gspo", tmp_path / "run", resume=tmp_path / "typo", policy_model="/no/such/model")
-    assert run.codes[0] not in (0, None)
-    assert "not a complete checkpoint" in run.output and "/no/such/model" not in run.output
-    assert not run.out_dir.exists()
-
-
-# ---- killed ----
+    run = launcher.run("gspo", tmp_path / "other", resume=tmp_path / "typo", policy_model="/no/such/model")
+    assert run.codes[0] not in (0, None) and not run.out_dir.exists()
+    assert "not a complete checkpoint" in run.output and "/no/such/model" not in run.output  # before it is loaded
 
 
 def stuck_at_step_4(module) -> None:
@@ -195,18 +165,6 @@ def test_killed_while_saving_it_goes_on_from_the_checkpoint_before(launcher, str
     after = launcher.run("gspo", tmp_path, steps=STEPS).succeeded()
     assert f"resuming from {tmp_path}/checkpoint-000002" in after.output
     assert_same(after, straight)
-
-
-def test_a_damaged_newest_checkpoint_is_passed_over(launcher, straight, copied):
-    weights = copied / "checkpoint-000006" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    (copied / "checkpoint-000004" / "optimizer.safetensors").unlink()
-    run = launcher.run("gspo", copied, steps=STEPS).succeeded()
-    assert f"resuming from {copied}/checkpoint-000002" in run.output
-    assert_same(run, straight)
-
-
-# ---- stopped ----
 
 
 def stop(run, send) -> None:

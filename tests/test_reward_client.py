@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import gzip
-import http.server
 import json
 import math
 import socket
@@ -14,6 +13,7 @@ import pytest
 import torch
 from comparing import comparable
 from conftest import SCRIPTS, assert_equal_weights
+from servers import HTTPService
 from test_teacher_server import free_port
 
 from common import checkpoint, distributed, reward_client, rollout, service
@@ -22,63 +22,37 @@ from common.reward_client import RewardService
 from common.service import Service, Unavailable
 
 
-class Fake:
-    """A service in a thread; `reply` may be replaced: it gets the items and the number of the request."""
+class Fake(HTTPService):
+    """A service of rewards; `reply` may be replaced: it gets the items and the number of the request."""
 
     def __init__(self, port: int = 0, fingerprint: str = "one"):
         self.fingerprint, self.requests, self.ready, self.delay = fingerprint, [], True, 0.0
-        self.lock, self.at_work, self.most_at_work, self.connections = threading.Lock(), 0, 0, []
+        self.lock, self.at_work, self.most_at_work = threading.Lock(), 0, 0
         self.reply = lambda items, number: [good(item) for item in items]
-        fake = self
+        super().__init__(port)
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
+    def respond(self, request, body):
+        if request.command == "GET":
+            status, value = 200 if self.ready else 503, {"fingerprint": self.fingerprint, "error": "loading"}
+        else:
+            status, value = 200, self.scored(request, json.loads(body)["items"])
+        if isinstance(value, int):
+            status, value = value, {"error": "not this time"}
+        elif isinstance(value, list):
+            value = {"results": value, "fingerprint": self.fingerprint}
+        return status, json.dumps(value).encode()
 
-            def setup(self):
-                fake.connections.append(self.request)
-                super().setup()
-
-            def do_GET(self):
-                self.answer(200 if fake.ready else 503, {"fingerprint": fake.fingerprint, "error": "loading"})
-
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with fake.lock:
-                    fake.requests.append((self.path, dict(self.headers), body["items"], self.client_address))
-                    number = len(fake.requests)
-                    fake.at_work += 1
-                    fake.most_at_work = max(fake.most_at_work, fake.at_work)
-                time.sleep(fake.delay)
-                reply = fake.reply(body["items"], number)
-                with fake.lock:
-                    fake.at_work -= 1
-                if isinstance(reply, int):
-                    return self.answer(reply, {"error": "not this time"})
-                if isinstance(reply, list):
-                    reply = {"results": reply, "fingerprint": fake.fingerprint}
-                self.answer(200, reply)
-
-            def answer(self, status, value):
-                data = json.dumps(value).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_):
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-
-    def stop(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-        for connection in self.connections:  # those that are kept open too
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+    def scored(self, request, items: list[dict]) -> list | dict | int:
+        with self.lock:
+            self.requests.append((request.path, dict(request.headers), items, request.client_address))
+            number = len(self.requests)
+            self.at_work += 1
+            self.most_at_work = max(self.most_at_work, self.at_work)
+        time.sleep(self.delay)
+        reply = self.reply(items, number)
+        with self.lock:
+            self.at_work -= 1
+        return reply
 
     @property
     def items(self) -> list[dict]:
@@ -100,9 +74,8 @@ def bad(item: dict, retryable: bool) -> dict:
 
 @pytest.fixture
 def fake():
-    fake = Fake()
-    yield fake
-    fake.stop()
+    with Fake() as fake:
+        yield fake
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +107,9 @@ def test_scores_come_back_in_order_from_batches_over_few_connections(fake):
     for _ in range(3):
         scores(client, TEXTS)
     assert len({address for *_, address in fake.requests[before:]}) == 1  # one connection, kept
+    fake.requests.clear()
+    scores(client, ["x" * 1_500_000] * 5)  # requests are limited in size
+    assert sorted(len(items) for _, _, items, _ in fake.requests) == [1, 2, 2]
 
 
 def test_a_column_extra_info_is_sent_as_it_is_and_a_token_is_a_header(fake):
@@ -144,11 +120,6 @@ def test_a_column_extra_info_is_sent_as_it_is_and_a_token_is_a_header(fake):
     for value in (math.nan, object()):
         with pytest.raises(ValueError, match="row 0: its columns cannot be sent as JSON"):
             scores(client, ["a", "b"], 2, other=[value, 1])
-
-
-def test_large_items_travel_in_requests_of_limited_size(fake):
-    scores(fake.client(), ["x" * 1_500_000] * 5)
-    assert sorted(len(items) for _, _, items, _ in fake.requests) == [1, 2, 2]
 
 
 def test_only_what_may_succeed_is_asked_again(fake):
@@ -216,16 +187,13 @@ def test_a_number_of_a_result_never_takes_the_place_of_the_score(monkeypatch):
 
 
 @pytest.mark.parametrize("status", [500, 422])
-def test_a_service_that_fails_or_refuses_is_an_outage(fake, status):
-    fake.reply = lambda items, _: status
-    with pytest.raises(OutageError, match=f"status {status}.*Mend the service"):
-        scores(fake.client(), TEXTS[:4])
-
-
-def test_busy_and_broken_answers_are_repeated(fake):
+def test_busy_and_broken_answers_are_repeated_and_a_service_that_fails_or_refuses_is_an_outage(fake, status):
     fake.reply = lambda items, number: {1: 503, 2: 429, 3: 500, 4: 502}.get(number) or [good(i) for i in items]
     assert scores(fake.client(), TEXTS[:4])["service"][0] == SCORES[:4]
     assert len(fake.requests) == 5
+    fake.reply = lambda items, _: status
+    with pytest.raises(OutageError, match=f"status {status}.*Mend the service"):
+        scores(fake.client(), TEXTS[:4])
 
 
 def test_the_run_is_tied_to_one_way_of_scoring(fake):
@@ -237,9 +205,7 @@ def test_the_run_is_tied_to_one_way_of_scoring(fake):
     with pytest.raises(ValueError, match=r"fingerprint of .*: None: must be text"):
         fake.client()
     fake.stop()
-    other = Fake(fake.server.server_address[1], "two")  # on the same port
-    with contextlib.ExitStack() as stack, pytest.raises(OutageError, match="of the run, 'one'"):
-        stack.callback(other.stop)
+    with Fake(fake.server.server_port, "two"), pytest.raises(OutageError, match="of the run, 'one'"):  # same port
         scores(client, TEXTS[:4])
 
 
@@ -257,9 +223,6 @@ def test_what_teaches_nothing_is_pointed_out_once(fake, capsys, usual, odd, said
     for _ in range(4):
         scores(client, TEXTS[:4])
     assert capsys.readouterr().out.count(said) == 1
-
-
-# ---- any server ----
 
 
 @contextlib.contextmanager
@@ -347,9 +310,6 @@ def test_a_token_that_no_header_can_hold_is_not_shown():
         assert "ret" not in str(caught.value).replace("printable", "")
 
 
-# ---- rollouts that wait for their rewards ----
-
-
 @dataclasses.dataclass
 class Sampled:
     """Of a Config, what completions depend on, and what they do not."""
@@ -384,9 +344,6 @@ def test_an_unscored_rollout_comes_back_as_it_was_if_it_is_still_wanted(tmp_path
     assert unscored(tmp_path) is None
 
 
-RL = [name for name in SCRIPTS if not name.startswith("gkd")]
-
-
 def never(completions, answers, **columns):
     raise AssertionError("the service scores")
 
@@ -402,7 +359,7 @@ def samples_no_batch(module) -> None:
     rollout.Sampler.generate = generate_few
 
 
-@pytest.mark.parametrize("script", [name for name in RL if name not in ("gspo_multigpu", "grpo_multigpu")])
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if not name.startswith("gkd") and "multi" not in name])
 def test_a_service_scores_in_place_of_the_reward_of_the_script(launcher, fake, tmp_path, script):
     own = dict(similarity_model="ngrams") if script == "similarity_grpo" else {}
     run = launcher.run(script, tmp_path / "run", rewards=[never], steps=2, reward_url=fake.url, **own).succeeded()
@@ -432,14 +389,11 @@ def test_after_an_outage_the_rollout_is_scored_first_and_nothing_differs(launche
     assert "the same command goes on from here" in run.output
     (saved,) = run.checkpoints
     assert (run.out_dir / saved / "rollout.safetensors").exists()
-    service = Fake(port)
-    # the step whose completions are there already needs no sampler
-    done = int(saved[-6:])
-    once = launcher.run(script, tmp_path / "run", ranks, **{**options, "steps": done + 1, "prepare": samples_no_batch})
-    assert set(once.codes) == {0}, once.output
-    assert "were not scored: they come first" in once.output
-    run = launcher.run(script, tmp_path / "run", ranks, **options).succeeded()
-    service.stop()
+    with Fake(port) as service:  # the step whose completions are there already needs no sampler
+        one_more = options | dict(steps=int(saved[-6:]) + 1, prepare=samples_no_batch)
+        once = launcher.run(script, tmp_path / "run", ranks, **one_more).succeeded()
+        assert "were not scored: they come first" in once.output
+        run = launcher.run(script, tmp_path / "run", ranks, **options).succeeded()
     assert {item["solution_str"] for item in service.items} <= asked
     assert comparable(run.steps) == comparable(straight.steps)
     assert_equal_weights(run.weights(), straight.weights())

@@ -49,13 +49,9 @@ def no_math_verify(monkeypatch):
     monkeypatch.setattr(answers_module, "_math_verify", lambda *question: pytest.fail(f"asked {question}"))
 
 
-# Reading an answer
-
-
 @pytest.mark.parametrize(("text", "boxed"), [
     (r"\boxed{42}", "42"), (r"\boxed {42}", "42"), (r"so \boxed{\frac{1}{\sqrt{2}}} is it", r"\frac{1}{\sqrt{2}}"),
-    (r"\fbox{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed 42", "42"), (r"$\boxed 42$", "42"),
-    (r"I first got \boxed{3}, no: \boxed{4}.", "4"), (r"\boxed{1} ... so \boxed{1}", "1"),
+    (r"\fbox{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed 42", "42"), (r"I first got \boxed{3}, no: \boxed{4}.", "4"),
     (r"\boxed{3}, so \boxed{4", "3"), (r"\boxed{3, so \boxed{4}", "4"), (r"\boxed{\boxed{4}}", "4"),
     (r"\boxed{\{1,2\}}", r"\{1,2\}"), (r"} \boxed{4} {", "4"), (r"\boxed{4", None), (r"\boxedness{4}", None),
     ("42", None),
@@ -65,16 +61,14 @@ def test_last_boxed(text, boxed):
 
 
 @pytest.mark.parametrize(("text", "number"), [
-    ("the grid is 2x3", "3"), ("at 7:30", "30"), ("The answer is 3.14.", "3.14"),
-    ("The total is 72 clips, altogether.", "72"), ("**42**", "42"), ("42。", "42"), ("it is 42 。", "42"),
+    ("the grid is 2x3", "3"), ("at 7:30", "30"), ("The answer is 3.14.", "3.14"), ("**42**", "42"), ("42。", "42"),
     ("costs $1,234.00", "1234.00"), ("1,234,567 ants", "1234567"), ("1,23", "23"), ("1,234,56", "56"),
     ("12345,678", "678"), ("The final value is 13.20%.", "13.20%"), (r"up 60\%", "60%"), ("a half is 1/2", "1/2"),
     (r"it is $\frac{1}{2}$.", "1/2"), (r"it is $-\dfrac34$.", "-3/4"), ("takes 2 1/2 cups", "2 1/2"),
-    ("on 3/4/2020", "2020"), ("it is -5", "-5"), ("it is \N{MINUS SIGN}5", "-5"), ("a change of +5", "5"),
-    ("a loss of -$5", "-5"), ("10-5", "5"), ("x-5", "5"), ("about .5 m", ".5"), ("it is 1e5 m", "1e5"),
-    ("sorted: 01347", "01347"), ("48/2 = <<48/2=24>>24", "24"), ("=> 42", "42"), ("it is <b>42</b>", "42"),
-    ("it is _42_.", "42"), (r"it is $\mathbf{42}$", "42"), ("10^3 = 1000", "1000"), ("at $5/hour", "5"),
-    ("(40 apples, and then 2, so 42)", "42"), ("[42]", "42"), (r"42^\circ C", "42"), ("42 cm^2.", "42"),
+    ("on 3/4/2020", "2020"), ("it is -5", "-5"), ("it is \N{MINUS SIGN}5", "-5"), ("a loss of -$5", "-5"),
+    ("10-5", "5"), ("about .5 m", ".5"), ("it is 1e5 m", "1e5"), ("sorted: 01347", "01347"),
+    ("48/2 = <<48/2=24>>24", "24"), ("=> 42", "42"), ("it is <b>42</b>", "42"), ("it is _42_.", "42"),
+    (r"it is $\mathbf{42}$", "42"), ("(40 apples, and then 2, so 42)", "42"), (r"42^\circ C", "42"), ("42 cm^2.", "42"),
     (r"42\text{ m}^{3}", "42"), ("9.8 m/s^2", "9.8"), ("7 m\xb2", "7"), (r"it is $1.5\times10^{3}$", "1.5e3"),
     ("about 6.02 \xd7 10^23", "6.02e23"), (r"it is $0.1\overline{6}$", "15/90"),
     ("it is 10^3", None),  # a part of an expression is not the answer
@@ -105,11 +99,10 @@ def test_to_fraction_is_exact_and_refuses_everything_else(text, value):
     ("<answer>1</answer> no, <answer>\n2\n</answer>", "2"), ("5 <answer>The answer is 42.</answer> 7", "42"),
     ("<answer>Paris</answer>", "Paris"), ("<answer>42", None), ("4 <answer></answer>", None),
     ("</answer> 3 <answer>", None), ("<answer><answer>42</answer></answer>", "42"), (r"#### 7, that is \boxed{8}", "8"),
-    (r"4 in \boxed{}", None), (r"\boxed{4", None), ("2+40=42\n#### 42\n" + LONG, "42"),
-    ("2+40=42\n#### 42 " + LONG, "42"), ("#### 42\n" + "7" * 480, "42"), ("#### 1\n#### 2", "2"), ("####\n42", "42"),
-    ("#### **42**", "42"), ("#### The answer is 42, not 7", "42"), (r"#### \frac{1}{2}", r"\frac{1}{2}"),
-    ("#### x^2 + 1", "x^2 + 1"), ("#### 42个苹果", "42"), ("2 #### ,", None), ("first 5, then 1,234 clips.", "1234"),
-    ("[1, 2)", "[1, 2)"), ("#### 42 (forty-two)", "42"), ("#### the answer is 10^3", None),
+    (r"4 in \boxed{}", None), (r"\boxed{4", None), ("2+40=42\n#### 42\n" + LONG, "42"), ("#### 42\n" + "7" * 480, "42"),
+    ("#### 1\n#### 2", "2"), ("####\n42", "42"), ("#### The answer is 42, not 7", "42"),
+    (r"#### \frac{1}{2}", r"\frac{1}{2}"), ("#### x^2 + 1", "x^2 + 1"), ("#### 42个苹果", "42"), ("2 #### ,", None),
+    ("first 5, then 1,234 clips.", "1234"), ("[1, 2)", "[1, 2)"), ("#### 42 (forty-two)", "42"),
     ("3 are left out.\nThe answer is (B).", "B"), ("**Answer:** B", "B"), ("so it is option C", "C"),
     ("\u7b54\u6848\u662fB\u3002", "B"),  # Chinese: the answer is B
     ("Answer: A total of 42 apples", "42"), ("Answer: B) 42 apples", "42"), ("The answer is True.", "True"),
@@ -120,45 +113,39 @@ def test_extract_answer_follows_the_stated_order(text, answer):
     assert extract_answer(text) == answer
 
 
-# Comparing two answers
-
-
 @pytest.mark.parametrize(("completion", "gold", "expected"), [
     (r"\boxed{\frac{1}{2}}", r"\frac{1}{3}", 0), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1), (r"\boxed{4", "4", 0),
     ("#### 1,234", "1234", 1), (r"\boxed{70,000}", "70000", 1), (r"\boxed{70{,}000}", "70000", 1),
-    ("$1,234.00", "1234", 1), ("1,23", "123", 0), ("(42)", "42", 1), ("42!", "42", 1),
-    ("42\uff01", "42", 1),  # full-width forms
+    ("$1,234.00", "1234", 1), ("1,23", "123", 0), ("(42)", "42", 1), ("42\uff01", "42", 1),  # full-width forms
     ("\uff0842\uff09", "42", 1), ("\uff14\uff12", "42", 1), ("\uff0d42", "-42", 1), ("42\u2026", "42", 1),
-    ('"42"', "42", 1), ("'42'", "42", 1), ("\u201c42\u201d", "42", 1), ("(so we have\n#### 42)", "42", 1),
+    ('"42"', "42", 1), ("\u201c42\u201d", "42", 1), ("(so we have\n#### 42)", "42", 1),
     ("\ufeff42\u200b", "42", 1),  # nobody sees what stands around it
     ("\u2066\u0664\u0662\u2069", "42", 1),  # Arabic digits
-    ("1\u066c234\u066b5", "1234.5", 1), ("1\u202f234", "1234", 1), (r"\boxed{1~234\ 567}", "1234567", 1),
-    ("12345\xa0678", "12345678", 0), ("1 234", "1234", 0), ("1\u3001234", "1234", 0),  # two things in Chinese
+    ("1\u066c234\u066b5", "1234.5", 1), (r"\boxed{1~234\ 567}", "1234567", 1), ("12345\xa0678", "12345678", 0),
+    ("1 234", "1234", 0), ("1\u3001234", "1234", 0),  # two things in Chinese
     ("1\u3001234", "1, 234", 1), ("60\uff05", "60%", 1), ("60 percent", "60%", 0),  # only the sign divides by a hundred
     ("60 percent", "60", 1), (r"60\%", "60%", 1), (r"\boxed{60\%}", "60%", 1), ("0.6", "60%", 1), ("60", "60%", 0),
-    ("60%", "60", 0), (r"\frac12", "1/2", 1), (r"\dfrac{1}{2}", "1/2", 1), ("0.5", "1/2", 1), ("#### 1/2", "1/2", 1),
-    ("\xbd", "1/2", 1), ("-1\xbd", "-3/2", 1), ("1\u20442", "1/2", 1), ("it is \xbd.", "1/2", 1), ("\xbd", "2", 0),
-    ("1", "1/2", 0), ("2", "1/2", 0), ("The answer is 10", "1", 0), ("not 4, it is 5", "4", 0), ("-4", "4", 0),
-    ("4.5", "4", 0), ("4%", "4", 0), ("A or B", "A", 0), ("ABCD", "A", 0), ("[1,2]", "(1,2)", 0),
-    ("(1, 2]", "(1,2)", 0), (r"\left(1, \frac12\right)", "(1, 0.5)", 1), ("(2,1)", "(1,2)", 0), ("(1,2,3)", "(1,2)", 0),
-    ("3, 2", "2, 3", 1), ("2, 2", "2, 3", 0), ("3", "2, 3", 0), ("2, 3", "3", 0),
-    (r"\boxed{x=2 \text{ or } x=3}", "2, 3", 1), ("<answer>x = 2 or x = 3</answer>", "2", 0), ("2 and 3", "2, 3", 1),
-    ("2, 3", "2 and 3", 1), (r"\boxed{\{3,2\}}", r"\{2,3\}", 1), ("{3, 2}", r"\{2,3\}", 1), ("{3, 2}", "(3, 2)", 0),
-    ("{3}", "3", 0), ("(x, y) = (1, 2)", "(1, 2)", 1), ("(x, y) = (2, 1)", "(1, 2)", 0),
-    ("(1, 2)", "(x, y) = (1, 2)", 1), ("S = [1, 2]", "(1, 2)", 0), ("((1,2),3)", "((2,1),3)", 0),
-    ("\N{MINUS SIGN}3", "-3", 1), ("3", "-3", 0), (r"\boxed{x = 42}", "42", 1), (r"\boxed{C}", r"\text{(C)}", 1),
-    (r"\boxed{London}", "Paris", 0), ("the digits are 13479", "13479", 1), ("13497", "13479", 0),
-    (r"\boxed{Yes}", "yes", 1), (r"\boxed{\textbf{(B) }42}", "B", 1), ("#### B. 42", "B", 1), (r"\boxed{b}", "B", 0),
-    (r"\boxed{B, C}", "B", 0), (r"\boxed{42^\circ}", "42", 1), ("\\boxed{42\xb0}", "42", 1),
-    (r"\boxed{42\text{ cm}^2}", "42", 1), (r"\boxed{42\ \text{units}}", "42", 1),
+    ("60%", "60", 0), (r"\frac12", "1/2", 1), ("0.5", "1/2", 1), ("\xbd", "1/2", 1), ("-1\xbd", "-3/2", 1),
+    ("1\u20442", "1/2", 1), ("it is \xbd.", "1/2", 1), ("\xbd", "2", 0), ("The answer is 10", "1", 0), ("-4", "4", 0),
+    ("4%", "4", 0), ("ABCD", "A", 0), ("[1,2]", "(1,2)", 0), ("(1, 2]", "(1,2)", 0),
+    (r"\left(1, \frac12\right)", "(1, 0.5)", 1), ("(2,1)", "(1,2)", 0), ("(1,2,3)", "(1,2)", 0), ("3, 2", "2, 3", 1),
+    ("2, 2", "2, 3", 0), ("2, 3", "3", 0), (r"\boxed{x=2 \text{ or } x=3}", "2, 3", 1),
+    ("<answer>x = 2 or x = 3</answer>", "2", 0), ("2 and 3", "2, 3", 1), ("2, 3", "2 and 3", 1),
+    (r"\boxed{\{3,2\}}", r"\{2,3\}", 1), ("{3, 2}", r"\{2,3\}", 1), ("{3, 2}", "(3, 2)", 0), ("{3}", "3", 0),
+    ("(x, y) = (1, 2)", "(1, 2)", 1), ("(x, y) = (2, 1)", "(1, 2)", 0), ("(1, 2)", "(x, y) = (1, 2)", 1),
+    ("S = [1, 2]", "(1, 2)", 0), ("((1,2),3)", "((2,1),3)", 0), ("\N{MINUS SIGN}3", "-3", 1), ("3", "-3", 0),
+    (r"\boxed{x = 42}", "42", 1), (r"\boxed{C}", r"\text{(C)}", 1), (r"\boxed{London}", "Paris", 0),
+    ("the digits are 13479", "13479", 1), (r"\boxed{Yes}", "yes", 1), (r"\boxed{\textbf{(B) }42}", "B", 1),
+    ("#### B. 42", "B", 1), (r"\boxed{b}", "B", 0), (r"\boxed{B, C}", "B", 0), (r"\boxed{42^\circ}", "42", 1),
+    ("\\boxed{42\xb0}", "42", 1), (r"\boxed{42\text{ cm}^2}", "42", 1), (r"\boxed{42\ \text{units}}", "42", 1),
     (r"\boxed{x \approx 3.14}", "3.14", 1), ("~42", "42", 1), (r"\boxed{1.5 \times 10^3}", "1500", 1),
     (r"\boxed{10^3}", "1000", 0), ("0.(3)", "1/3", 1), ("2024-01-05", "2024-01-05", 1), ("2024-1-5", "2024-01-05", 1),
     ("2024-05-01", "2024-01-05", 0),  # as differences these would be equal
-    ("2018", "2024-01-05", 0), ("6/8/2020", "3/4/2020", 0), ("4-6", "3-5", 0), ("3 \N{EN DASH} 5", "3-5", 1),
-    (r"\boxed{5:10}", "10:20", 0), (r"\boxed{07:30}", "7:30", 1), (r"\boxed{7:30\text{ a.m.}}", r"7:30\text{ am}", 1),
-    (r"\boxed{7:30 am}", "7:30 pm", 0), (r"\boxed{101_3}", "101_2", 0), (r"\boxed{101_{2}}", "101_2", 1),
-    (r"\boxed{101}", "101_2", 1), ("", "1", 0), (r"\boxed{6}", "see figure", nan), ("no idea", "see figure", nan),
-    ("see figure", "see figure", nan), ("6", "", nan), ("#### 18", "16 - 3 - 4 = 9 eggs\n9 * 2 = $18\n#### 18", 1),
+    ("6/8/2020", "3/4/2020", 0), ("4-6", "3-5", 0), ("3 \N{EN DASH} 5", "3-5", 1), (r"\boxed{5:10}", "10:20", 0),
+    (r"\boxed{07:30}", "7:30", 1), (r"\boxed{7:30\text{ a.m.}}", r"7:30\text{ am}", 1),
+    (r"\boxed{7:30 am}", "7:30 pm", 0), (r"\boxed{101_3}", "101_2", 0), (r"\boxed{101}", "101_2", 1), ("", "1", 0),
+    (r"\boxed{6}", "see figure", nan), ("no idea", "see figure", nan), ("see figure", "see figure", nan),
+    ("6", "", nan), ("#### 18", "16 - 3 - 4 = 9 eggs\n9 * 2 = $18\n#### 18", 1),
     ("#### 9", "16 - 3 - 4 = 9 eggs\n9 * 2 = $18\n#### 18", 0), ("1", "#### see figure", nan),
 ])  # fmt: skip
 def test_answers_match_without_math_verify(completion, gold, expected, no_math_verify):
@@ -171,8 +158,8 @@ def test_answers_match_without_math_verify(completion, gold, expected, no_math_v
     ("(\u2212\N{INFINITY}, 3)", "(\u2212\N{INFINITY}, 3]", 0), (r"\boxed{x^2 + 2x}", "x^2 + 2x + 1", 0),
     (r"\boxed{\frac{\sqrt{2}}{2}}", r"\frac{1}{\sqrt{2}}", 1), (r"\boxed{18\text{ dollars}}", "#### 18", 1),
     (r"\boxed{\sqrt{16}}", "4", 0),  # only a number answers a number
-    ("95 + 65 =", "160", 0), (r"\boxed{95 + 65}", "160", 0), ("95 + 65 = 160", "160", 1), (r"\boxed{x \le 4}", "4", 0),
-    (r"\boxed{4 or 5 apples}", "4", 0), (r"\boxed{x + 10}", "10", 0), (r"\boxed{[1,2]\cup(3,4)}", r"(1,2)\cup(3,4)", 0),
+    ("95 + 65 =", "160", 0), ("95 + 65 = 160", "160", 1), (r"\boxed{x \le 4}", "4", 0),
+    (r"\boxed{x + 10}", "10", 0), (r"\boxed{[1,2]\cup(3,4)}", r"(1,2)\cup(3,4)", 0),
     (r"\boxed{(3,4)\cup(1,2)}", r"(1,2)\cup(3,4)", 1), (r"(\frac{\sqrt2}{2}, 3)", r"(\frac{1}{\sqrt2}, 3)", 1),
     (r"\boxed{1}", r"\foo{3}", nan), ("no idea", r"\foo{3}", nan), (r"\boxed{\foo{3}}", "3", 0),
     ("\\boxed{\ud800 + x}", "3", 0), ("9**9**9", "1", 0), (TOWER, "1", 0),
@@ -328,9 +315,6 @@ answers.answers_match(rf"\boxed{{{sys.argv[1]}+x}}", "x+1", limit=5.0)
     assert [(tmp_path / mode).read_text() for mode in runs] == ["started\n"] * 2
 
 
-# Reward functions
-
-
 def test_math_match_numeric_match_and_exact_match():
     completions = ["#### 1,234", r"\boxed{0.5}", "4", "6", "3+4=7", r"\boxed{\frac{12}{2}}"]
     answers = ["1234", "1/2", "5", "see figure", "7", "6"]
@@ -344,10 +328,9 @@ def test_math_match_numeric_match_and_exact_match():
 @pytest.mark.parametrize(("completion", "accepted", "expected"), [
     ("The number is 21.", ["14", "21"], 1), ("14", ["14", "21"], 1),
     ("first 14, then 15", ["14", "21"], 0),  # one answer, the last number
-    ("14, 21", ["14", "21"], 0),  # a list of both is neither
-    ("x, y = 14", ["14"], 0), ("x = 14", ["14"], 1), (r"\boxed{14\text{ m}}", ["14"], 1),
+     ("x, y = 14", ["14"], 0), ("x = 14", ["14"], 1), (r"\boxed{14\text{ m}}", ["14"], 1),
     ("7 + 7", ["14", "21"], 0),  # only numbers answer numbers
-    ("no idea", ["14", "21"], 0), ("", ["14"], 0), ("0.5", [8, 0.5], 1), ("8", [8.0, "1/2"], 1), ("50%", [8, "1/2"], 1),
+    ("", ["14"], 0), ("0.5", [8, 0.5], 1), ("8", [8.0, "1/2"], 1), ("50%", [8, "1/2"], 1),
     ("Rome", ["Paris", "Rome", 3], 1), ("rome", ["Paris", "Rome", 3], 1), ("b", ["A", "B"], 0),
     ("2, 1", ["(3, 4)", "1, 2"], 1),
     ("5", ["the long way", "#### 5"], nan),  # whatever the completion: what it makes right would count as wrong
@@ -396,10 +379,7 @@ def test_a_hostile_completion_costs_one_limit_and_a_dead_grader_is_no_score(monk
     assert asked == [None] * 50 + ["y + 1"]
     assert answers_module.any_answer_matches(r"\boxed{x + 49}", accepted, limit=0.05) == 1  # the same text
 
-    def dies(gold, found, limit):
-        raise ChildProcessError("killed")
-
-    monkeypatch.setattr(answers_module, "_math_verify", dies)
+    monkeypatch.setattr(answers_module, "_math_verify", mock.Mock(side_effect=ChildProcessError("killed")))
     assert math.isnan(answers_module.any_answer_matches("3", accepted))
 
 
@@ -426,13 +406,22 @@ def test_normal_answer_has_one_form_for_a_number(text, answer):
 @pytest.mark.parametrize(("text", "expected"), [
     ("<think>a\nb</think><answer>1</answer>", 1), ("\n<think>a</think>\n\n<answer>\n1\n</answer>\n", 1),
     ("<think>x</think><think>y</think><answer>1</answer><answer>2</answer>", 0),
-    ("<think>x</think><answer>1</answer><answer>2</answer>", 0), ("<think>x<answer>1</answer></think>", 0),
-    ("<answer>1</answer><think>x</think>", 0), ("well <think>x</think><answer>1</answer>", 0),
-    ("<think>x</think> so <answer>1</answer>", 0), ("<think>x</think><answer>1</answer>.", 0),
-    ("<think>x</think><answer>1", 0), ("1", 0),
+    ("<think>x<answer>1</answer></think>", 0), ("<answer>1</answer><think>x</think>", 0),
+    ("well <think>x</think><answer>1</answer>", 0), ("<think>x</think> so <answer>1</answer>", 0),
+    ("<think>x</think><answer>1</answer>.", 0), ("<think>x</think><answer>1", 0), ("1", 0),
 ])  # fmt: skip
 def test_format_reward(text, expected):
     assert rewards.format_reward([text], ["1"]) == [expected]
+
+
+def word_tokenizer(between=r"\s+", **special):
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "<s>", "</s>", "<pad>", "user", "assistant", ":", "word", "a", "b", "c", "d", "好"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(between), "removed")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", **special)
 
 
 def test_length_reward_is_highest_at_the_target_and_width_moves_the_far_end():
@@ -447,32 +436,14 @@ def test_length_reward_is_highest_at_the_target_and_width_moves_the_far_end():
     for bad in [(0,), (20, 0), (nan,), (20, math.inf)]:
         with pytest.raises(ValueError, match="at least 1"):
             rewards.length_reward(*bad)
-
-
-def test_overlong_penalty_falls_in_a_straight_line_to_minus_one_at_the_limit():
-    lengths = torch.tensor([0, 60, 70, 80, 100, 120])
-    found = rewards.overlong_penalty(lengths, max_new_tokens=100, cache=40)
-    assert found.dtype == torch.float32 and found.tolist() == [0, 0, -0.25, -0.5, -1, -1]
-
-
-def word_tokenizer(between=r"\s+", **special):
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<unk>", "<s>", "</s>", "<pad>", "user", "assistant", ":", "word", "a", "b", "c", "d", "好"]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(between), "removed")
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", **special)
-
-
-def test_length_reward_counts_tokens_not_characters():
+    # of a tokenizer, tokens are counted, and not characters; the column wins
     function = rewards.length_reward(256, 100, word_tokenizer(r"\s+|(?<=好)(?=好)"))
     texts = ["好" * 256, "word " * 256, "word " * 206]
     assert function(texts, ["1"] * 3) == [1.0, 1.0, 0.5]
-    assert function(texts, ["1"] * 3, completion_tokens=[306, 256, 256]) == [0.5, 1.0, 1.0]  # the column wins
-
-
-# Scoring a batch
+    assert function(texts, ["1"] * 3, completion_tokens=[306, 256, 256]) == [0.5, 1.0, 1.0]
+    # the penalty falls in a straight line to -1 at the limit
+    found = rewards.overlong_penalty(torch.tensor([0, 60, 70, 80, 100, 120]), max_new_tokens=100, cache=40)
+    assert found.dtype == torch.float32 and found.tolist() == [0, 0, -0.25, -0.5, -1, -1]
 
 
 def test_score_adds_weighted_values_and_passes_the_columns():
@@ -492,11 +463,9 @@ def test_score_adds_weighted_values_and_passes_the_columns():
 
 
 def test_values_of_any_number_type_become_floats_that_json_can_write():
-    values = [np.float32(1), np.int64(0), True, torch.tensor(0.5)]
-    total, _ = run_score(values)
-    assert json.dumps(total.tolist()) == "[1.0, 0.0, 1.0, 0.5]"
-    for values in ((1, 0, 1, 0.5), np.array([1, 0, 1, 0.5]), torch.tensor([1, 0, 1, 0.5])):
-        assert run_score(values)[0].tolist() == [1.0, 0.0, 1.0, 0.5]
+    mixed = [np.float32(1), np.int64(0), True, torch.tensor(0.5)]
+    for values in (mixed, (1, 0, 1, 0.5), np.array([1, 0, 1, 0.5]), torch.tensor([1, 0, 1, 0.5])):
+        assert json.dumps(run_score(values)[0].tolist()) == "[1.0, 0.0, 1.0, 0.5]"
 
 
 def test_nan_is_unscored_and_stays_in_its_row():
@@ -511,9 +480,9 @@ def test_nan_is_unscored_and_stays_in_its_row():
 
 
 @pytest.mark.parametrize(("values", "got"), [
-    ([1.0], "1 values"), ([1.0] * 7, "7 values"), (1.0, "one float"), (torch.tensor(1.0), "one float"),
-    (np.float32(1), "one float"), (None, "one NoneType"), ("11111111", "one str"), (torch.ones(1, 8), "1 values"),
-    ({i: 1.0 for i in range(8)}, "one dict"), ((1.0 for _ in range(8)), "one generator"), ({1.0}, "one set"),
+    ([1.0], "1 values"), ([1.0] * 7, "7 values"), (torch.tensor(1.0), "one float"), (np.float32(1), "one float"),
+    (None, "one NoneType"), ("11111111", "one str"), (torch.ones(1, 8), "1 values"),
+    ({i: 1.0 for i in range(8)}, "one dict"), ((1.0 for _ in range(8)), "one generator"),
 ])  # fmt: skip
 def test_wrong_number_of_values_is_refused(values, got):
     with pytest.raises(ValueError, match=f"constant returned {got}, expected 8"):
@@ -561,7 +530,7 @@ def test_a_reward_function_may_change_its_arguments():
     assert columns == {"level": [3, 4], "accepted": [["a"], ["a"]], "info": [{"x": 1}, None]}
 
 
-def test_sums_beyond_fp32_are_refused():
+def test_sums_beyond_fp32_are_refused_and_names_weights_and_columns_are_checked():
     def big(value, weight=1.0):
         return constant([0.0, value], f"gives {value}"), weight
 
@@ -569,11 +538,8 @@ def test_sums_beyond_fp32_are_refused():
     for functions in ([big(3e38, 2.0)], [big(3e38), big(2e38)], [big(3e38, 2.0), big(-3e38, 2.0)]):
         with pytest.raises(ValueError, match=r"gives .e\+38 times weight .* exceeds fp32 .* row 1"):
             score(functions, ["a", "b"], ["1", "1"], {})
-
-
-def test_names_weights_and_columns_are_checked():
     one = (constant([1.0]), 1.0)
-    for functions, extra in [([], None), ([], {}), ([one, one], None), ([one], {"constant": ([1.0], 1.0)})]:
+    for functions, extra in [([], None), ([one, one], None), ([one], {"constant": ([1.0], 1.0)})]:
         with pytest.raises(ValueError, match=r"at least one, .*own name"):
             score(functions, ["a"], ["1"], {}, extra)
     with pytest.raises(ValueError, match="constant has weight inf"):
@@ -582,8 +548,6 @@ def test_names_weights_and_columns_are_checked():
         with pytest.raises(ValueError, match=r"column (level|answers) has 2 values for 1 completions"):
             score([one], ["a"], answers, columns)
 
-
-# Reward models
 
 TEMPLATE = "{% for m in messages %}{{ '<s> ' if loop.first }}{{ m.role }} : {{ m.content }} {% endfor %}</s>"
 
@@ -628,12 +592,8 @@ def test_reward_model_scores_do_not_depend_on_the_batch(tmp_path, capsys, specia
     # one start token, the template, and its end token
     assert_rounded(together[:1], score_by_hand(model, 1, 4, 6, 8, 5, 6, 9, 2), terms=1)
     assert model.scores([], []).shape == (0,)
-
-
-def test_reward_model_without_template_joins_the_texts(tmp_path):
-    model = load_reward_model(save_reward_model(tmp_path, unk_token="<unk>"))
-    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b "}]
-    for prompt in ("a b ", messages):
+    model.tokenizer.chat_template = None  # the texts are joined
+    for prompt in ("a b ", [{"role": "system", "content": "a"}, {"role": "user", "content": "b "}]):
         assert_rounded(model.scores([prompt], ["c"]), score_by_hand(model, 8, 9, 10), terms=1)
 
 

@@ -3,9 +3,9 @@
 import dataclasses
 import os
 import shutil
-import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from bounds import rounding
 from comparing import assert_close
 from conftest import ROOT, build_model, read_lines
 from safetensors import safe_open
+from test_teacher_server import free_port
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
@@ -99,10 +100,7 @@ def largest_difference(ones, others) -> float:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.parity)])
 def test_parts_train_as_the_whole_does(launcher, ranks):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher.run_function(at_work, ranks, (port,))
+    launcher.run_function(at_work, ranks, (free_port(),))
 
 
 @pytest.mark.parity
@@ -150,31 +148,27 @@ def test_a_resumed_run_samples_from_the_masters(launcher, tmp_path):
     assert_close(parts, whole)
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    fsdp: bool = True
-    dtype: str = "auto"
-    lora_rank: int = 0
-    reference_refresh: int = 0
-    param_offload: bool = False
+def options(**fields) -> SimpleNamespace:
+    plain = dict(fsdp=True, dtype="auto", lora_rank=0, reference_refresh=0, param_offload=False)
+    return SimpleNamespace(**plain | fields)
 
 
 @pytest.mark.parametrize(("field", "value"), [("dtype", "fp16"), ("lora_rank", 8), ("reference_refresh", 2),
                                               ("param_offload", True)])  # fmt: skip
 def test_what_cannot_be_sharded_is_refused(field, value, monkeypatch):
     with pytest.raises(ValueError, match=f"fsdp = True, {field} = "):
-        sharding.wanted(Options(**{field: value}))
+        sharding.wanted(options(**{field: value}))
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match=f"ACCELERATE_USE_FSDP = true, {field} = "):
-        sharding.wanted(Options(**{field: value, "fsdp": False}))
+        sharding.wanted(options(**{field: value, "fsdp": False}))
 
 
 def test_one_process_is_not_sharded(monkeypatch):
-    assert not sharding.wanted(Options())
+    assert not sharding.wanted(options())
     monkeypatch.setattr(distributed, "num_ranks", lambda: 2)
-    assert sharding.wanted(Options()) and not sharding.wanted(Options(fsdp=False))
+    assert sharding.wanted(options()) and not sharding.wanted(options(fsdp=False))
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert sharding.wanted(Options(fsdp=False))
+    assert sharding.wanted(options(fsdp=False))
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(ValueError, match="--fsdp true"):
         distributed.start(CPU, 1)
@@ -210,14 +204,10 @@ def test_accelerate_reads_its_configurations(path):
 def test_two_machines_are_two_ranks_of_one(launcher, tmp_path):
     """Two launchers, each with one process, as on two machines: every process has local rank 0."""
     expected = launcher.trained("gspo_ddp", 2, steps=6)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torchrun, script = Path(sys.executable).with_name("torchrun"), launcher.copy("gspo_ddp")
-    runs = []
+    script, runs = launcher.copy("gspo_ddp"), []
+    where = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
     for node in range(2):
-        where = [f"--nnodes=2 --node_rank={node} --nproc_per_node=1 --master_addr=127.0.0.1 --master_port={port}"]
-        command = [torchrun, *where[0].split()]
+        command = [Path(sys.executable).with_name("torchrun"), f"--node_rank={node}", *where]
         runs.append(launcher.command(command, script, tmp_path / "run", steps=6))
     for run in runs:
         run.wait().succeeded()

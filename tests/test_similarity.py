@@ -1,15 +1,13 @@
 """Tests of common/similarity.py: clusters, the automatic threshold, and clusters in rewards and advantages."""
 
-import importlib.util
 import itertools
 import json
 import math
-import sys
 
 import pytest
 import torch
 from bounds import assert_rounded, rounding
-from conftest import SCRIPTS
+from conftest import SCRIPTS, load_script
 
 from common import similarity
 from common.advantages import group_advantages
@@ -17,6 +15,7 @@ from common.embedder import Embedder
 from common.similarity import Threshold, cluster, cluster_by_silhouette, cosines, group_rewards, reweight, within
 
 NAN, INF = math.nan, math.inf
+script = load_script(SCRIPTS["similarity_grpo"])
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +45,6 @@ def partition(labels, names=None) -> set[frozenset]:
     return {frozenset(members) for members in together.values()}
 
 
-# --- cosines ---
-
-
 def test_cosines_by_hand():
     found = cosines(torch.tensor([[3.0, 4.0], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [-2.0, 0.0]]))
     expected = [[1, 0.6, 0, 0, -0.6], [0.6, 1, 0, 0, -1], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [-0.6, -1, 0, 0, 1]]
@@ -56,45 +52,37 @@ def test_cosines_by_hand():
     assert torch.equal(found.diagonal(), torch.ones(5)) and torch.equal(found, found.T)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_cosines_follow_the_order_of_the_rows_bit_for_bit(seed):
-    vectors = torch.randn(2, 7, 33, generator=seeded(seed))
+def test_cosines_follow_the_order_of_the_rows_bit_for_bit():
+    vectors = torch.randn(4, 7, 33, generator=seeded())
     vectors[0, 5] = vectors[0, 2]
-    order = torch.randperm(7, generator=seeded(seed))
+    order = torch.randperm(7, generator=seeded())
     # rows are sorted before anything is computed
     assert torch.equal(cosines(vectors[:, order]), torch.stack([cosines(x)[order][:, order] for x in vectors]))
     assert cosines(vectors[:0]).shape == (0, 7, 7) and cosines(vectors[0, :0]).shape == (0, 0)
 
 
 @pytest.mark.parametrize("function", [cosines, lambda e: cluster(e, 0.5), cluster_by_silhouette])
-@pytest.mark.parametrize("bad", [NAN, INF])
-def test_embeddings_that_are_not_finite_are_refused(function, bad):
-    with pytest.raises(FloatingPointError, match="row 1 is not finite"):
-        function(torch.tensor([[1.0, 0.0], [bad, 0.0], [0.0, 1.0]]))
+def test_embeddings_that_are_not_finite_are_refused(function):
+    for bad in (NAN, INF):
+        with pytest.raises(FloatingPointError, match="row 1 is not finite"):
+            function(torch.tensor([[1.0, 0.0], [bad, 0.0], [0.0, 1.0]]))
 
-
-# --- clusters ---
 
 MIXED = torch.cat([at_angles(0, 0, 180, 90), torch.zeros(1, 2)])
 
 
 @pytest.mark.parametrize(("vectors", "threshold", "expected"), [
     (torch.zeros(0, 2), 0.5, []), (at_angles(5), 0.5, [0]), (torch.zeros(1, 2), 0.5, [0]),
-    (at_angles(0, 10), 0.9, [0, 0]), (at_angles(0, 90), 0.9, [0, 1]), (torch.zeros(2, 2), 0.9, [0, 1]),
-    (at_angles(7, 7, 7, 7), 1.0, [0, 0, 0, 0]), (torch.eye(4), 0.1, [0, 1, 2, 3]), (torch.eye(4), 0.0, [0, 0, 0, 0]),
-    (at_angles(90, 0, 91, 1), 0.9, [0, 1, 0, 1]), (at_angles(90, 0, 91, 180, 1), 0.9, [0, 1, 0, 2, 1]),
+    (torch.zeros(2, 2), 0.9, [0, 1]), (at_angles(7, 7, 7, 7), 1.0, [0, 0, 0, 0]), (torch.eye(4), 0.1, [0, 1, 2, 3]),
+    (torch.eye(4), 0.0, [0, 0, 0, 0]), (at_angles(90, 0, 91, 180, 1), 0.9, [0, 1, 0, 2, 1]),
     (MIXED, 1.01, [0, 1, 2, 3, 4]), (MIXED, 1.0, [0, 0, 1, 2, 3]), (MIXED, -1.0, [0, 0, 0, 0, 1]),
-    (MIXED, -9.0, [0, 0, 0, 0, 1]),
+    # a chain whose neighbours are about 20 degrees apart and its ends 40: single linkage would make it one cluster
+    (at_angles(0, 19, 40), math.cos(math.radians(25)), [0, 0, 1]),
+    (at_angles(0, 19, 40), math.cos(math.radians(41)), [0, 0, 0]),
 ])  # fmt: skip
 def test_clusters_by_hand(vectors, threshold, expected):
     labels = cluster(vectors, threshold)
     assert labels.dtype == torch.int64 and labels.tolist() == expected
-
-
-def test_a_chain_is_not_one_cluster():
-    # neighbours are 20 degrees apart, the ends 40: single linkage at cos(25) would make one of the three
-    assert cluster(at_angles(0, 20, 40), math.cos(math.radians(25))).max() == 1
-    assert cluster(at_angles(0, 20, 40), math.cos(math.radians(41))).max() == 0
 
 
 def test_a_cosine_at_the_threshold_is_enough():
@@ -105,9 +93,9 @@ def test_a_cosine_at_the_threshold_is_enough():
         assert cluster(at_angles(0, degrees), math.cos(math.radians(degrees))).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_clusters_are_complete_and_cannot_be_joined(seed):
-    vectors, threshold = torch.randn(12, 3, generator=seeded(seed)), 0.2 + 0.03 * seed
+    vectors, threshold = torch.randn(12, 3, generator=seeded(seed)), 0.2 + 0.06 * seed
     found, labels = cosines(vectors), cluster(vectors, threshold)
     clusters = [labels == label for label in labels.unique()]
     for one, other in itertools.combinations(clusters, 2):
@@ -136,27 +124,6 @@ def test_clusters_follow_the_order_of_the_rows(name, clustering):
     orders = [torch.randperm(8, generator=generator).tolist() for _ in range(4)]
     for order in itertools.permutations(range(4)) if len(vectors) == 4 else orders:
         assert partition(function(vectors[list(order)]), order) == expected
-
-
-METHODS = {
-    "group_rewards": lambda r, v: group_rewards(r, similarity.cluster_groups(v, r, 0.3), 0.7),
-    "reweight": lambda r, v: reweight(group_advantages(r, "group"), similarity.cluster_groups(v, r, 0.3), 0.7),
-    "dra": lambda r, v: similarity.dra(r, cosines(v)),
-    "within": lambda r, v: within(r, cluster(v[0], 0.3)[None], 1.5, "group"),
-    "silhouette": lambda r, v: within(r, cluster_by_silhouette(v[0])[None], 1.5, "zero"),
-}
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_methods_follow_the_order_of_the_rows(method):
-    generator = seeded()
-    rewards, vectors = row(1, 0.5, NAN, -1, 1, 0, 1, 2), torch.randn(1, 8, 3, generator=generator)
-    vectors[0, 4] = vectors[0, 0]
-    expected = METHODS[method](rewards, vectors)
-    for _ in range(10):
-        order = torch.randperm(8, generator=generator)
-        # two sums over the group, and a power of 4 roundings; clusters and cosines are computed in one order
-        assert_rounded(METHODS[method](rewards[:, order], vectors[:, order]), expected[:, order], terms=2 * 8 + 4 + 8)
 
 
 def test_silhouette_by_hand():
@@ -195,10 +162,7 @@ def test_only_positive_responses_are_in_groups():
     assert similarity.cluster_groups(vectors, rewards, 0.9).tolist() == [[0, 0, 1, -1], [0, -1, 1, 1], [-1] * 4]
 
 
-# --- what is logged ---
-
-
-def test_stats_by_hand():
+def test_stats_by_hand_and_of_nothing():
     labels = torch.tensor([[0, 0, 1, -1], [-1, -1, -1, -1], [0, 1, 2, 3]])
     values = torch.zeros(3, 4, 4)
     values[0] = torch.tensor([[1, 0.6, 0, 0], [0.6, 1, 0, 0], [0, 0, 1, 0.3], [0, 0, 0.3, 1]])
@@ -209,16 +173,10 @@ def test_stats_by_hand():
                 "cosine": ((0.6 + 0.3) / 6 + 1 + 0) / 3}  # fmt: skip
     assert found == pytest.approx(expected)
     assert all(type(value) is float for value in found.values())
-
-
-def test_stats_of_nothing_are_nan_and_of_any_size_count_whole_clusters():
     found = similarity.cluster_stats(torch.tensor([[-1]]), torch.ones(1, 1, 1))
     assert found.pop("clusters") == 0 and all(math.isnan(value) for value in found.values())
-    for group in range(1, 20):
+    for group in range(1, 20):  # whole clusters are counted
         assert similarity.cluster_stats(torch.zeros(1, group).long(), torch.ones(1, group, group))["clusters"] == 1
-
-
-# --- threshold ---
 
 
 def batch_of(*pairs) -> torch.Tensor:
@@ -291,9 +249,6 @@ def test_warnings_are_about_the_median_group_with_two_positives(capsys):
     assert ONE in said(torch.tensor([[0, 0, 1, 2]]), row(1, 1, 0, NAN))
 
 
-# --- rewards ---
-
-
 @pytest.mark.parametrize(("rewards", "labels", "alpha", "expected"), [
     # label 0 has 3 members of which 2 are positive
     ((1, 2, -1, 3, NAN, 0), (0, 0, 0, 1, 1, 1), 0.5, (2**-0.5, 2**0.5, -1, 3, NAN, 0)),
@@ -309,13 +264,6 @@ def test_group_rewards_by_hand(rewards, labels, alpha, expected):
     torch.testing.assert_close(group_rewards(rewards[0], labels[0], alpha), expected[0], equal_nan=True)
 
 
-def test_alpha_zero_changes_nothing():
-    values, labels = torch.randn(4, 8, generator=seeded()), torch.randint(-1, 3, (4, 8), generator=seeded())
-    # size^0 is 1, and in a sum divided by itself
-    assert torch.equal(group_rewards(values, labels, 0.0), values)
-    assert torch.equal(reweight(values, labels, 0.0), values)
-
-
 def test_dra_by_hand():
     found = torch.eye(4)
     for i, j, value in [(0, 1, 0.5), (0, 2, -0.3), (0, 3, 0.25), (1, 2, 1.0), (2, 3, 0.4)]:
@@ -328,29 +276,25 @@ def test_dra_by_hand():
         torch.testing.assert_close(similarity.dra(rewards, unlike), rewards, rtol=0, atol=0, equal_nan=True)
 
 
-# --- advantages ---
-
-
-def test_reweight_by_hand():
-    # size^-1 A = 0.5 0.5 2, Z = 4 / 3
+def test_reweight_keeps_the_sum_and_clusters_of_one():
+    # by hand: size^-1 A = 0.5 0.5 2, Z = 4 / 3
     found = reweight(row(1, 1, 2, -3, -1), row(0, 0, 1, 0, 2), 1.0)
     torch.testing.assert_close(found, row(2 / 3, 2 / 3, 8 / 3, -3, -1))
-
-
-@pytest.mark.parametrize("alpha", [0.3, 1.0, 2.0])
-def test_reweight_keeps_the_sum_and_clusters_of_one(alpha):
     generator = seeded()
     advantages = group_advantages(torch.rand(6, 8, generator=generator), "group")
     labels = torch.randint(0, 3, (6, 8), generator=generator)
-    found = reweight(advantages, labels, alpha)
-    assert (found - advantages).abs().max() > 0.01
-    # three sums of 8, and a power, a quotient and two products; partial sums are at most the sum of the positive
-    largest = found.clamp(min=0).sum(-1).max().item()
-    assert_rounded(found.sum(-1), advantages.sum(-1), terms=3 * 8 + 4 + 3, magnitude=largest)
-    assert torch.equal(found[advantages <= 0], advantages[advantages <= 0])
-    assert torch.equal(reweight(advantages, torch.arange(8).repeat(6, 1), alpha), advantages)
-    assert torch.equal(reweight(-advantages.abs(), labels, alpha), -advantages.abs())
-    assert torch.equal(reweight(torch.zeros(1, 8), labels[:1], alpha), torch.zeros(1, 8))
+    for alpha in (0.3, 2.0):
+        found = reweight(advantages, labels, alpha)
+        assert (found - advantages).abs().max() > 0.01
+        # three sums of 8, and a power, a quotient and two products; partial sums are at most the sum of the positive
+        largest = found.clamp(min=0).sum(-1).max().item()
+        assert_rounded(found.sum(-1), advantages.sum(-1), terms=3 * 8 + 4 + 3, magnitude=largest)
+        assert torch.equal(found[advantages <= 0], advantages[advantages <= 0])
+        assert torch.equal(reweight(advantages, torch.arange(8).repeat(6, 1), alpha), advantages)
+        assert torch.equal(reweight(-advantages.abs(), labels, alpha), -advantages.abs())
+        assert torch.equal(reweight(torch.zeros(1, 8), labels[:1], alpha), torch.zeros(1, 8))
+    for method in (reweight, group_rewards):  # size^0 is 1, and in a sum divided by itself
+        assert torch.equal(method(advantages, labels, 0.0), advantages)
 
 
 def test_within_by_hand():
@@ -361,10 +305,7 @@ def test_within_by_hand():
     for kappa, share in ((0.0, 1.0), (2.0, 0.5), (6.0, 0.25)):
         expected = share * inside + (1 - share) * plain
         torch.testing.assert_close(within(rewards, labels, kappa, "zero")[:1], expected)
-
-
-def test_within_with_singletons():
-    # the cluster of the last two has one scored member
+    # singletons: the cluster of the last two has one scored member
     rewards, labels = row(1, 0, 3, NAN), row(0, 0, 1, 1, dtype=torch.int64)
     plain = group_advantages(rewards, "group")
     for kappa in (0.0, 1.0):
@@ -398,20 +339,8 @@ def test_labels_and_options_that_cannot_be_are_refused():
             within(row(1, 0), torch.zeros(1, 2).long(), kappa, singletons)
 
 
-# --- the whole way, as the script goes it ---
-
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("similarity_grpo_script", SCRIPTS["similarity_grpo"])
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # where a dataclass looks for its module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-
-
 @pytest.mark.parametrize("method", ["discount", "advantage", "dra", "within"])
-def test_groups_with_nothing_to_compare_have_advantage_zero(method, script, ngrams):
+def test_groups_with_nothing_to_compare_have_advantage_zero(method, ngrams):
     for texts, values in [
         (["a"], [1.0]), (["a"] * 4, [1.0] * 4), (["a"] * 4, [NAN] * 4), (["", " ", "\n", "\t"], [1.0] * 4),
         (["1", "2", "3", "4"], [NAN, 1.0, NAN, NAN]), (["1", "2", "3", "4"], [0.0] * 4),
@@ -424,7 +353,7 @@ def test_groups_with_nothing_to_compare_have_advantage_zero(method, script, ngra
             assert not math.isnan(stats["clusters"])
 
 
-def test_empty_responses_are_groups_of_their_own_and_never_nan(script, ngrams):
+def test_empty_responses_are_groups_of_their_own_and_never_nan(ngrams):
     vectors = ngrams(["", " \n", "a", "a", "\U0001f389", "\U0001f389", "\u200b", "b"], 8)
     cfg = script.Config(similarity_threshold="0.9")
     found, stats = script.similarity_advantages(torch.ones(1, 8), vectors, Threshold(0.9), cfg)

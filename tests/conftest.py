@@ -32,23 +32,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast
 
-WORDS = [
-    "<pad>",
-    "<unk>",
-    "<im_start>",
-    "<im_end>",
-    "user",
-    "assistant",
-    "\n",
-    "+",
-    "-",
-    "=",
-    "?",
-    "####",
-    ".",
-    "what",
-    "is",
-]
+WORDS = ["<pad>", "<unk>", "<im_start>", "<im_end>", "user", "assistant", "\n", *"+-=?", "####", ".", "what", "is"]
 WORDS += [str(n) for n in range(40)]
 TEMPLATE = (
     "{% for m in messages %}<im_start> {{ m['role'] }} {{ m['content'] }} <im_end> {% endfor %}"
@@ -64,9 +48,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="<im_end>",
-        additional_special_tokens=["<im_start>"],
+        additional_special_tokens=["<im_start>"], chat_template=TEMPLATE,
     )  # fmt: skip
-    fast.chat_template = TEMPLATE
     return fast
 
 
@@ -75,17 +58,13 @@ def build_model(family: str) -> torch.nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(int(family == "teacher"))
+    shared = dict(vocab_size=64, eos_token_id=3, pad_token_id=0, bos_token_id=None, initializer_range=0.2)
     if family in ("qwen2", "teacher"):
-        return Qwen2ForCausalLM(
-            Qwen2Config(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                        num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=512, eos_token_id=3,
-                        pad_token_id=0, bos_token_id=None, initializer_range=0.2)
-        )  # fmt: skip
+        sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=512)  # fmt: skip
+        return Qwen2ForCausalLM(Qwen2Config(**shared, **sizes))
     # default dropout of 0.1, learned absolute positions
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, eos_token_id=3, bos_token_id=None,
-                   pad_token_id=0, initializer_range=0.2)
-    )  # fmt: skip
+    return GPT2LMHeadModel(GPT2Config(**shared, n_embd=32, n_layer=2, n_head=4, n_positions=64))
 
 
 TINY = {  # kinds of models whose attention is plain
@@ -111,8 +90,8 @@ def tiny_model(kind: str, **options) -> torch.nn.Module:
     return model
 
 
-# Files whose tests take longest, in the order in which they start: xdist hands out whole files, and a long one at the
-# end would leave the other worker idle. Tests that mostly wait for servers stand between those that compute.
+# The files that take longest start first, since xdist hands out whole files; tests that mostly wait for servers stand
+# between those that compute.
 FIRST = [
     "test_readme", "test_resume", "test_faults", "test_poster_launcher", "test_grpo", "test_teacher_server",
     "test_golden", "test_scripts", "test_poster_server", "test_gkd", "test_gkd_server", "test_parity", "test_engine",
@@ -127,8 +106,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Moves the files above to the front; the tests of a file stay together and in order."""
-    places = {name: place for place, name in enumerate(FIRST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(FIRST)))
+    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
 
 
 def set_rounding() -> None:
@@ -169,10 +147,6 @@ def sums_file(tmp_path_factory) -> Path:
     return path
 
 
-# ---- running the scripts ----
-# Importing torch and transformers takes longer than a small run: a server does it once, and each run is a fork of it.
-# The last that it imports is preload.py, which does what else every run would do anew.
-
 ROOT = Path(__file__).resolve().parents[1]
 FAMILIES = {  # the first script of each is the one the others are compared with
     "gspo": ("gspo", "gspo_multigpu", "gspo_ddp"),
@@ -180,6 +154,8 @@ FAMILIES = {  # the first script of each is the one the others are compared with
     "gkd": ("gkd", "gkd_multigpu", "gkd_ddp"),
 }
 SCRIPTS = {name: ROOT / family / f"{name}.py" for family, names in FAMILIES.items() for name in names}
+# Importing torch and transformers takes longer than a small run: a server does it once, and each run is a fork of it.
+# The last that it imports is preload.py, which does what else every run would do anew.
 PRELOAD = [
     "pytest", "torch", "torch.nn.parallel.distributed", "torch._dynamo", "torch.utils.tensorboard", "numpy.random",
     "transformers", "transformers.models.qwen2.modeling_qwen2", "transformers.models.gpt2.modeling_gpt2",
@@ -211,16 +187,15 @@ class Run:
         end = time.monotonic() + timeout
         for process in self.processes:
             process.join(max(0.0, end - time.monotonic()))
-        if any(process.exitcode is None for process in self.processes):
+        if None in self.codes:
             self.kill()
             pytest.fail(f"not done after {timeout} s; it printed:\n{self.output}")
         return self
 
     def wait_for(self, happened, timeout: float = TIMEOUT) -> None:
-        """Waits until `happened()` is true."""
         end = time.monotonic() + timeout
         while not happened():
-            if time.monotonic() > end or all(process.exitcode is not None for process in self.processes):
+            if time.monotonic() > end or None not in self.codes:
                 self.kill()
                 pytest.fail(f"ended, or waited {timeout} s in vain; it printed:\n{self.output}")
             time.sleep(0.01)
@@ -237,7 +212,6 @@ class Run:
 
     @property
     def output(self) -> str:
-        """What was printed, by rank."""
         return "".join(file.read_text(errors="replace") for file in self.output_files)
 
     def succeeded(self) -> Run:
@@ -246,12 +220,10 @@ class Run:
 
     @property
     def lines(self) -> list[dict]:
-        """metrics.jsonl."""
         return read_lines(self.out_dir / "metrics.jsonl")
 
     @property
     def steps(self) -> list[dict]:
-        """The lines of training steps."""
         return [line for line in self.lines if "learning_rate" in line]
 
     @property
@@ -275,12 +247,9 @@ class Command:
 
     def __init__(self, command: list, output: Path, environment: dict[str, str]):
         with open(output, "wb") as file:
-            self.popen = subprocess.Popen([str(part) for part in command], stdin=subprocess.DEVNULL, stdout=file,
-                                          stderr=file, env=environment, start_new_session=True)  # fmt: skip
-
-    @property
-    def pid(self) -> int:
-        return self.popen.pid
+            self.popen = subprocess.Popen(list(map(str, command)), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                                          env=environment, start_new_session=True)  # fmt: skip
+        self.pid = self.popen.pid
 
     @property
     def exitcode(self) -> int | None:
@@ -301,7 +270,7 @@ def read_lines(path: Path) -> list[dict]:
 
 @contextlib.contextmanager
 def fault(*names: str) -> Iterator[None]:
-    """Notes whether faults were survived, for the table: all that the block tried, or none."""
+    """Notes for the table whether the faults that the block tried were survived."""
     survived = False
     try:
         yield
@@ -313,7 +282,6 @@ def fault(*names: str) -> Iterator[None]:
 
 
 def assert_equal_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    """Bit for bit."""
     import torch
 
     assert one.keys() == other.keys()
@@ -339,17 +307,11 @@ def fork(target: Callable, calls: list[tuple]) -> list:
 
 @dataclasses.dataclass
 class Given:
-    """Objects that a test hands to a script: what it pickles reaches the process of every rank.
+    """Objects that a test hands to a script; they are pickled for the process of every rank."""
 
-    Attributes:
-        rewards: reward functions, each with weight 1, or pairs of function and weight; None: those of the script.
-        constants: by name, values of the constants at the top of the script.
-        prepare: called with the script's module before its main; may replace attributes of modules.
-    """
-
-    rewards: Sequence | None = None
-    constants: dict[str, Any] = dataclasses.field(default_factory=dict)
-    prepare: Callable | None = None
+    rewards: Sequence | None = None  # functions, each with weight 1, or pairs of function and weight
+    constants: dict[str, Any] = dataclasses.field(default_factory=dict)  # at the top of the script, by name
+    prepare: Callable | None = None  # called with the script's module before its main; may replace attributes
 
 
 def fork_script(
@@ -370,7 +332,6 @@ def fork_script(
 
 
 def _run_script(script: str, arguments: list[str], output: str, environment: dict[str, str], given: Given) -> None:
-    """In the forked process: what `python script arguments` does, with the objects that are given."""
     import torch
 
     _redirect(output)
@@ -389,14 +350,11 @@ def _run_script(script: str, arguments: list[str], output: str, environment: dic
         setattr(module, name, value)
     if given.prepare:
         given.prepare(module)
-    objects = {}
-    if given.rewards is not None:
-        objects["rewards"] = [pair if isinstance(pair, tuple) else (pair, 1.0) for pair in given.rewards]
-    module.main(module.config.parse(module.Config), **objects)
+    pairs = [pair if isinstance(pair, tuple) else (pair, 1.0) for pair in given.rewards or ()]
+    module.main(module.config.parse(module.Config), **({} if given.rewards is None else {"rewards": pairs}))
 
 
 def load_script(path: str | Path) -> ModuleType:
-    """A script as a module, by its path."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -404,8 +362,7 @@ def load_script(path: str | Path) -> ModuleType:
     return module
 
 
-def _run_function(function, arguments: tuple, output: str) -> None:
-    """In the forked process: the function, its output in a file."""
+def _run_function(function: Callable, arguments: tuple, output: str) -> None:
     _redirect(output)
     set_rounding()
     function(*arguments)
@@ -418,11 +375,7 @@ def _redirect(output: str) -> None:
 
 
 class Launcher:
-    """Starts scripts with small settings on tiny models.
-
-    A script given by its name runs in process, with `reward` above in place of its own rewards and with whatever else
-    a test hands in; a script given by its path runs as it is.
-    """
+    """Starts scripts with small settings on tiny models: by name with `reward`, by path with their own rewards."""
 
     def __init__(self, defaults: dict, models: dict[str, dict], copies: Path, outputs: Path):
         self.defaults, self.models, self.copies, self.outputs = defaults, models, copies, outputs
@@ -454,7 +407,6 @@ class Launcher:
         self, script: str | Path, out_dir: Path, ranks: int = 1, *, rewards: Sequence | None = None,
         constants: dict[str, Any] | None = None, prepare: Callable | None = None, **options,
     ) -> Run:  # fmt: skip
-        """Starts a script, with several ranks as torchrun would; see `Given` for what can be handed in."""
         if isinstance(script, str):
             script, rewards = SCRIPTS[script], [reward] if rewards is None else rewards
         given = Given(rewards, constants or {}, prepare)
@@ -465,10 +417,7 @@ class Launcher:
     def _outputs(self, ranks: int) -> list[Path]:
         """A file for each rank: not every file system keeps what two append at once."""
         number = next(self._count)
-        outputs = [self.outputs / f"{number}.{rank}.txt" for rank in range(ranks)]
-        for output in outputs:
-            output.touch()
-        return outputs
+        return [self.outputs / f"{number}.{rank}.txt" for rank in range(ranks)]
 
     def run_function(self, function, ranks: int, arguments: tuple = (), timeout: float = TIMEOUT) -> None:
         """Runs a function of a test module in several processes; its first argument is the rank, then their number."""
@@ -477,7 +426,6 @@ class Launcher:
         Run(fork(_run_function, calls), outputs, self.outputs).wait(timeout).succeeded()
 
     def run(self, script: str | Path, out_dir: Path, ranks: int = 1, timeout: float = TIMEOUT, **options) -> Run:
-        """Runs a script to its end, whatever that is."""
         return self.start(script, out_dir, ranks, **options).wait(timeout)
 
     def trained(self, script: str = "gspo", ranks: int = 1, **options) -> Run:
@@ -494,9 +442,6 @@ class Launcher:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         process = Command([*command, script, *self.options(script, out_dir, **options)], output, environment)
         return Run([process], [output], Path(out_dir))
-
-
-# ---- objects to hand in ----
 
 
 class Slow:

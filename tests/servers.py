@@ -7,7 +7,7 @@ import threading
 
 
 class HTTPService:
-    """Answers GET and POST with the status and the content that `respond` returns."""
+    """Answers GET and POST with what `respond(request, body)` returns, which a subclass defines: status and content."""
 
     def __init__(self, port: int = 0):
         service, self.connections = self, []
@@ -37,9 +37,6 @@ class HTTPService:
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def respond(self, request: http.server.BaseHTTPRequestHandler, body: bytes) -> tuple[int, bytes]:
-        raise NotImplementedError
 
     def stop(self) -> None:
         self.server.shutdown()

@@ -55,7 +55,7 @@ def write_bytes(folder, content, name="rows.jsonl"):
 
 
 def write_rows(folder, rows):
-    return write_bytes(folder, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    return write_bytes(folder, "\n".join(map(json.dumps, rows)).encode())
 
 
 def load(folder, rows, tokenizer, max_prompt_tokens=64, **settings):
@@ -96,13 +96,12 @@ ONE_PER_LINE = "one JSON object per line"
 
 
 @pytest.mark.parametrize(("lines", "bad_line", "message"), [
-    ([LINES[0], '{"prompt":"a","answer":"1"', LINES[0]], 2, ONE_PER_LINE), ([f"[{LINES[0]}]"], 1, ONE_PER_LINE),
-    ([LINES[0], "", '{"prompt":"a","ans'], 3, ONE_PER_LINE), ([LINES[0], '"text"'], 2, ONE_PER_LINE),
+    ([LINES[0], "", '{"prompt":"a","ans'], 3, ONE_PER_LINE), ([f"[{LINES[0]}]"], 1, ONE_PER_LINE),
     ([" ".join(LINES)], 1, ONE_PER_LINE), (["{", '  "prompt": "a",', '  "answer": "1"', "}"], 1, ONE_PER_LINE),
     # what Python would read in its own way
     ([LINES[0], "", '{"a":' + "[" * 100_000 + "}"], 3, "too deep"), ([f'{{"a":{"9" * 5000}}}'], 1, "5000 digits"),
-    (['{"a":1,"a":2}'], 1, "'a' stands twice"), (['{"a":[{"b":1,"b":2}]}'], 1, "'b' stands twice"),
-], ids=range(10))  # fmt: skip
+    (['{"a":[{"b":1,"b":2}]}'], 1, "'b' stands twice"),
+], ids=range(7))  # fmt: skip
 def test_a_bad_line_is_an_error_with_file_and_line(tmp_path, lines, bad_line, message):
     source = write_bytes(tmp_path, "\n".join(lines).encode())
     with pytest.raises(ValueError, match=f"rows.jsonl, line {bad_line}: .*{message}"):
@@ -114,9 +113,8 @@ def test_another_encoding_is_an_error_with_file_and_byte_and_so_is_a_file_withou
     source = write_bytes(tmp_path, start + '中文","answer":"1"}'.encode("gbk"))
     with pytest.raises(ValueError, match=rf"rows.jsonl: byte {len(start)} is not UTF-8.* \(line 2\)"):
         read_rows(source)
-    for encoding, byte in {"utf-16": 0, "utf-16-le": 1, "utf-32-be": 0}.items():
-        with pytest.raises(ValueError, match=f"byte {byte} is not UTF-8"):
-            read_rows(write_bytes(tmp_path, LINES[0].encode(encoding)))
+    with pytest.raises(ValueError, match="byte 1 is not UTF-8"):
+        read_rows(write_bytes(tmp_path, LINES[0].encode("utf-16-le")))
     for content in (b"", b"\n\r\n", b"\xef\xbb\xbf"):
         with pytest.raises(ValueError, match="no rows"):
             read_rows(write_bytes(tmp_path, content))
@@ -153,9 +151,7 @@ def test_folders_saved_by_datasets(tmp_path, tokenizer):
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
     parts = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(chat)}
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "parts")
-    assert read_rows(str(tmp_path / "one")) == ROWS
-    assert read_rows(str(tmp_path / "parts")) == ROWS
-    assert read_rows(str(tmp_path / "parts"), "test") == chat
+    assert read_rows(str(tmp_path / "one")) == read_rows(str(tmp_path / "parts")) == ROWS
     [example] = load_examples(str(tmp_path / "parts"), tokenizer, 64, split="test")
     assert (example.prompt, example.answer) == ([user("2+2=?")], "4")
     with pytest.raises(ValueError, match="no split 'dev'; use one of: train, test"):
@@ -172,37 +168,33 @@ def hub(monkeypatch):
     return hub
 
 
-def test_hub_ids_have_an_optional_config_and_toy_is_the_built_in_task(hub, monkeypatch):
+def test_hub_ids_have_an_optional_config_and_a_hub_that_fails_gives_one_error_with_what_was_asked_for(hub):
     for source, name, config in (("openai/gsm8k:main", "openai/gsm8k", "main"), ("a-b/c_v1.5", "a-b/c_v1.5", None)):
         assert read_rows(source, "test") == ROWS
         hub.assert_called_with(name, config, split="test")  # and no trust_remote_code
+    hub.side_effect = ConnectionError("no route")
+    with pytest.raises(ValueError, match=r"'some/data:main'.*'some/data', config 'main', split 'dev'.*no route"):
+        read_rows("some/data:main", "dev")
+
+
+def test_toy_is_the_built_in_task_and_without_datasets_only_its_sources_are_refused(tmp_path, monkeypatch):
     toy = SimpleNamespace(rows=lambda split: [{"prompt": split, "answer": "1"}])
     monkeypatch.setitem(sys.modules, "common.toy", toy)
     monkeypatch.setattr(common, "toy", toy, raising=False)
     assert read_rows("toy", "test") == [{"prompt": "test", "answer": "1"}]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert read_rows(write_rows(tmp_path, ROWS)) == ROWS
+    with pytest.raises(ImportError, match="pip install datasets"):
+        read_rows("openai/gsm8k:main")
 
 
-def test_a_hub_that_fails_gives_one_error_with_what_was_asked_for(hub):
-    for error in (ConnectionError("no route"), RuntimeError("scripts")):
-        hub.side_effect = error
-        with pytest.raises(ValueError, match=rf"'some/data:main'.*'some/data', config 'main', split 'dev'.*{error}"):
-            read_rows("some/data:main", "dev")
-
-
-@pytest.mark.parametrize("source", ["here/rows", "else/rows.jsonl", "else/rows.parquet", "/else/x", "./else/x", "json"])
+@pytest.mark.parametrize("source", ["here/rows", "else/rows.jsonl", "/else/x", "./else/x", "json"])
 def test_a_path_that_does_not_exist_never_goes_to_the_hub(tmp_path, monkeypatch, hub, source):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     with pytest.raises(FileNotFoundError, match=f"no data at '{source}'.*owner/name"):
         read_rows(source)
     hub.assert_not_called()
-
-
-def test_without_datasets_only_its_sources_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    assert read_rows(write_rows(tmp_path, ROWS)) == ROWS
-    with pytest.raises(ImportError, match="pip install datasets"):
-        read_rows("openai/gsm8k:main")
 
 
 def test_examples_hold_prompt_tokens_answer_and_the_other_columns(tmp_path, tokenizer):
@@ -222,10 +214,9 @@ def test_examples_hold_prompt_tokens_answer_and_the_other_columns(tmp_path, toke
 
 
 def test_ground_truth_becomes_text(tmp_path, tokenizer):
-    values = [8, 8.0, -0.5, "8", " 8 ", 0, -0.0, 1e16, 1e23, 0.1 + 0.2]
-    texts = ["8", "8", "-0.5", "8", " 8 ", "0", "0", "1" + 16 * "0", "1" + 23 * "0", "0.30000000000000004"]
-    examples = load(tmp_path, [{"prompt": "hi", "answer": value} for value in values], tokenizer)
-    assert [example.answer for example in examples] == texts
+    texts = {8.0: "8", -0.5: "-0.5", " 8 ": " 8 ", -0.0: "0", 1e23: "1" + 23 * "0", 0.1 + 0.2: "0.30000000000000004"}
+    examples = load(tmp_path, [{"prompt": "hi", "answer": value} for value in texts], tokenizer)
+    assert [example.answer for example in examples] == list(texts.values())
 
 
 @pytest.mark.parametrize("answer", [{}, {"answer": None}, {"answer": ""}, {"answer": " \n"}, {"answer": float("nan")}])
@@ -237,10 +228,8 @@ def test_a_row_without_ground_truth_stops_unless_none_is_needed(tmp_path, tokeni
 
 
 @pytest.mark.parametrize(("row", "message"), [
-    ({"prompt": "hi", "solution": "8"}, "`answer` .*found: prompt, solution; rename `solution` to `answer`"),
     ({"prompt": "hi", "Answer": "8"}, "rename `Answer` to `answer`"), ({"prompt": "hi", "x": "8"}, "add it, or rename"),
     ({"problem": "hi", "answer": "8"}, "`prompt` .*found: problem, answer; rename `problem` to `prompt`"),
-    ({"prompt": None, "answer": "8"}, "`prompt` is missing"), ({"prompt": "", "answer": "8"}, "`prompt` is missing"),
     ({"prompt": " \n", "answer": "8"}, "`prompt` is missing"), ({"prompt": 5, "answer": "8"}, "`prompt` is int"),
     ({"messages": "hi", "answer": "8"}, "`messages` is str"), ({"prompt": [], "answer": "8"}, "no turn to answer"),
     ({"prompt": [user(" ")], "answer": "8"}, "no turn to answer"), ({"prompt": [assistant("8")]}, "no turn to answer"),
@@ -248,7 +237,6 @@ def test_a_row_without_ground_truth_stops_unless_none_is_needed(tmp_path, tokeni
     ({"prompt": ["hi"], "answer": "8"}, "the keys `role` and `content`, got 'hi'"),
     ({"messages": [{"from": "human", "value": "hi"}], "answer": "8"}, "the keys `role` and `content`"),
     ({"prompt": [user(None, tool_calls=[1]), user("hi")]}, "the content .* is NoneType"),
-    ({"prompt": [user([{"type": "text", "text": "hi"}])], "answer": "8"}, "the content .* is list"),
     ({"messages": [user("hi"), turn("gpt", "8")], "answer": "8"}, "the role .* is 'gpt'"),
     ({"prompt": "hi", "answer": ["8", "9"]}, "the answer is list"), ({"prompt": "hi", "answer": True}, "is bool"),
     ({"prompt": "hi", "answer": float("-inf")}, "the answer is -inf"),
@@ -279,7 +267,7 @@ def test_a_reply_that_calls_tools_is_no_answer_and_not_in_the_prompt(tmp_path, t
 
 
 def test_a_column_named_as_an_argument_of_reward_functions_is_refused(tmp_path, tokenizer):
-    for name in ("completions", "answers", "completion_tokens", "self"):
+    for name in ("completions", "completion_tokens", "self"):
         with pytest.raises(ValueError, match=f"rows.jsonl: columns {name}: .*rename"):
             load(tmp_path, [*ROWS, {"prompt": "hi", "answer": "1", name: 5}], tokenizer)
 
@@ -314,22 +302,20 @@ def test_chat_messages_that_were_templated_before_are_refused(tmp_path, content,
     assert VOCABULARY["<pad>"] in load_prompt(tmp_path, [user("hi <pad>")], make_tokenizer())
 
 
-def test_prompts_keep_their_order_over_many_tokenizer_calls_with_a_pad_token_or_without(tmp_path, monkeypatch):
+@pytest.mark.parametrize("special", [{}, {"pad_token": None}])
+def test_prompts_keep_their_order_over_many_tokenizer_calls_with_a_pad_token_or_without(tmp_path, monkeypatch, special):
     monkeypatch.setattr("common.data.ROWS_PER_CALL", 3)
-    texts = [f"{i}+{i}=?" for i in range(8)]
+    texts, tokenizer = [f"{i}+{i}=?" for i in range(8)], make_tokenizer(**special)
     rows = [{"prompt": [user(text)] if i % 2 else text, "answer": "1"} for i, text in enumerate(texts)]
-    for tokenizer in (make_tokenizer(), make_tokenizer(pad_token=None)):
-        examples = load(tmp_path, rows, tokenizer)
-        assert [example.prompt_ids for example in examples] == [render(tokenizer, user(text)) for text in texts]
+    examples = load(tmp_path, rows, tokenizer)
+    assert [example.prompt_ids for example in examples] == [render(tokenizer, user(text)) for text in texts]
 
 
 def test_system_turns_follow_the_data_then_the_setting(tmp_path, tokenizer):
     brief = [system("be brief"), user("hi")]
-    assert render(tokenizer, *brief).count(VOCABULARY["brief"]) == 1
     for chat in (brief, [system(""), user("hi")], [user("hi"), system("be brief"), user("hi")]):
         for settings in ({}, {"system_prompt": "hi"}):
             assert load_prompt(tmp_path, chat, tokenizer, **settings) == render(tokenizer, *chat)
-    assert load_prompt(tmp_path, [user("hi")], tokenizer) == render(tokenizer, user("hi"))
     for prompt in ("hi", [user("hi")]):
         assert load_prompt(tmp_path, prompt, tokenizer, system_prompt="be brief") == render(tokenizer, *brief)
     for prompt, settings in (("hi", {"apply_chat_template": False}), (RENDERED, {})):
@@ -337,19 +323,13 @@ def test_system_turns_follow_the_data_then_the_setting(tmp_path, tokenizer):
             load_prompt(tmp_path, prompt, tokenizer, system_prompt="be brief", **settings)
 
 
-def test_a_template_sees_the_turns_as_they_are(tmp_path, tokenizer):
-    default = "{% if messages[0]['role'] != 'system' %}<im_start>system\nbe brief<im_end>\n{% endif %}"
-    brief = make_tokenizer(template=default + CHAT_TEMPLATE)
-    for prompt, times in (([user("hi")], 1), ("hi", 1), ([system(""), user("hi")], 0)):
-        assert load_prompt(tmp_path, prompt, brief).count(VOCABULARY["brief"]) == times
-    # keys that a table fills up with null are not there
+def test_keys_that_a_table_fills_up_with_null_are_not_there(tmp_path, tokenizer):
     tools = "{% if 'tool_calls' in turn %}{{ turn['tool_calls'] | length }}{% endif %}{% endfor %}"
     careful = make_tokenizer(template=CHAT_TEMPLATE.replace("{% endfor %}", tools))
     assert load_prompt(tmp_path, [user("hi", tool_calls=None, name=None)], careful) == render(tokenizer, user("hi"))
 
 
-@pytest.mark.parametrize("frame", ["$A", "<bos> $A", "<bos> $A <eos>"])
-@pytest.mark.parametrize("bos", ["<bos>", "<eos>"])
+@pytest.mark.parametrize(("frame", "bos"), [("$A", "<bos>"), ("<bos> $A <eos>", "<bos>"), ("<bos> $A", "<eos>")])
 def test_without_a_template_raw_text_keeps_its_one_bos_and_gets_no_eos_and_chat_is_refused(tmp_path, frame, bos):
     frame = frame.replace("<bos>", bos)
     raw = make_tokenizer(template=None, frame=frame, bos_token=bos)
@@ -372,29 +352,27 @@ def test_templated_text_has_exactly_the_bos_of_its_template(tmp_path, bos):
         assert load_prompt(tmp_path, prompt, tokenizer) == wanted
 
 
-@pytest.mark.parametrize(("prompt", "message"), [("\u200b", "has 0 tokens"), ("hi \ud83d", "half a character")])
-def test_half_a_character_or_nothing_to_read_is_an_error_with_the_row(tmp_path, monkeypatch, prompt, message):
+REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+
+
+@pytest.mark.parametrize(("prompt", "message", "template"), [
+    ("\u200b", "the prompt .*has 0 tokens", None), ("hi \ud83d", "the prompt .*half a character", None),
+    ([system("be brief"), user("hi")], "the chat template refuses these messages: .*no system role", REFUSES),
+    # joined to a text, which null is not
+    ([user("hi"), assistant(None, tool_calls=[1]), user("hi")], "the chat template refuses", CHAT_TEMPLATE),
+])  # fmt: skip
+def test_a_prompt_that_cannot_be_encoded_is_an_error_with_the_row(tmp_path, monkeypatch, prompt, message, template):
     monkeypatch.setattr("common.data.ROWS_PER_CALL", 2)
-    tokenizer = make_tokenizer(template=None, frame="<bos> $A")
+    tokenizer = make_tokenizer(template=template, frame="<bos> $A")
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")  # a space of no width
-    with pytest.raises(ValueError, match=f"row 2: the prompt .*{message}"):
+    with pytest.raises(ValueError, match=f"row 2: {message}"):
         load(tmp_path, [*ROWS, {"prompt": prompt, "answer": "1"}], tokenizer)
-
-
-def test_messages_that_the_template_refuses_are_an_error_with_the_row(tmp_path):
-    refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    tokenizer = make_tokenizer(template=refuses + CHAT_TEMPLATE)
-    joined = [user("hi"), assistant(None, tool_calls=[1]), user("hi")]  # to a text, which null is not
-    for chat, reason in (([system("be brief"), user("hi")], "no system role"), (joined, "")):
-        with pytest.raises(ValueError, match=f"row 2: the chat template refuses these messages: .*{reason}"):
-            load(tmp_path, [*ROWS, {"prompt": chat, "answer": "1"}], tokenizer)
 
 
 def test_over_long_prompts_are_dropped_and_counted(tmp_path, tokenizer, capsys):
     rows = [{"prompt": "1" * length, "answer": "1"} for length in (4, 400, 16, 17)]
     examples = load(tmp_path, rows, make_tokenizer(template=None), max_prompt_tokens=16)
-    assert [example.index for example in examples] == [0, 2]
-    assert [example.prompt_ids for example in examples] == [[VOCABULARY["1"]] * length for length in (4, 16)]
+    assert [(example.index, len(example.prompt_ids)) for example in examples] == [(0, 4), (2, 16)]
     assert "dropped 2 of 4 prompts longer than 16 tokens (max_prompt_tokens)" in capsys.readouterr().out
     # tokens of the template count
     length = len(load_prompt(tmp_path, "2+2=?", tokenizer))
@@ -412,17 +390,13 @@ def indices(stream, num_batches=1):
 
 
 def test_every_epoch_holds_every_row_once_in_a_new_order_and_a_resumed_stream_goes_on():
-    for batch_size in (4, 3):  # some batches run on over the end of an epoch
-        stream = make_stream(8, batch_size)
-        handed_out = indices(stream, num_batches=24 // batch_size)
-        epochs = [handed_out[start : start + 8] for start in (0, 8, 16)]
-        assert all(sorted(epoch) == list(range(8)) for epoch in epochs)
-        assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-        assert stream.position == 24
-        first = make_stream(8, batch_size)
-        before = indices(first, 3)
-        resumed = make_stream(8, batch_size, position=first.position)
-        assert before + indices(resumed, 24 // batch_size - 3) == handed_out
+    stream, first = make_stream(8, 3), make_stream(8, 3)  # some batches run on over the end of an epoch
+    handed_out = indices(stream, num_batches=8)
+    epochs = [handed_out[start : start + 8] for start in (0, 8, 16)]
+    assert all(sorted(epoch) == list(range(8)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0] and stream.position == 24
+    before = indices(first, 3)
+    assert before + indices(make_stream(8, 3, position=first.position), 5) == handed_out
 
 
 def test_seeds_and_epochs_give_distinct_orders_that_repeat_exactly():
@@ -433,7 +407,7 @@ def test_seeds_and_epochs_give_distinct_orders_that_repeat_exactly():
     assert permutation(8, 0, 0) == [4, 0, 7, 3, 2, 5, 1, 6]  # resuming an older run depends on this
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 6])
+@pytest.mark.parametrize("num_ranks", [2, 6])
 def test_ranks_share_each_batch_without_overlap(num_ranks):
     alone = make_stream(10, batch_size=6, seed=3)
     ranks = [make_stream(10, 6, seed=3, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
@@ -454,10 +428,9 @@ def test_a_run_saved_on_two_ranks_resumes_on_another_number(num_ranks, batch_siz
 
 
 @pytest.mark.parametrize(("num_rows", "batch_size", "options", "message"), [
-    (3, 8, {}, "3 rows, batch_size 8"), (3, 0, {}, "3 rows, batch_size 0"), (9, 3, {"num_ranks": 4}, "usable: 4$"),
-    (9, 6, {"num_ranks": 4}, "batch_size 6 on 4 ranks.*usable: 4 or 8"), (7, 6, {"num_ranks": 4}, "usable: 4$"),
-    (3, 3, {"num_ranks": 4}, "fewer ranks"), (4, 2, {"num_ranks": 2, "rank": 2}, "rank 2 of 2"),
-    (4, 2, {"position": -1}, "position -1"),
+    (3, 8, {}, "3 rows, batch_size 8"), (3, 0, {}, "3 rows, batch_size 0"), (7, 6, {"num_ranks": 4}, "usable: 4$"),
+    (9, 6, {"num_ranks": 4}, "batch_size 6 on 4 ranks.*usable: 4 or 8"), (3, 3, {"num_ranks": 4}, "fewer ranks"),
+    (4, 2, {"num_ranks": 2, "rank": 2}, "rank 2 of 2"), (4, 2, {"position": -1}, "position -1"),
 ])  # fmt: skip
 def test_batches_that_cannot_be_made_are_refused_at_the_start(num_rows, batch_size, options, message):
     with pytest.raises(ValueError, match=message):
@@ -482,10 +455,6 @@ def test_new_prompts_take_the_unwanted_places_on_any_number_of_ranks(num_ranks, 
     rows = [batches[place % num_ranks][place // num_ranks].index for place in range(6)]
     assert rows == [new[0], first[1], first[2], new[3], new[2], new[4]]
     assert numbers == [[6, 9, 10], [], [21, 23]] and {stream.position for stream in streams} == {11}
-
-
-def test_the_next_batch_comes_after_the_replacements():
-    stream = make_stream(12, 4)
-    assert stream.replace(stream.next(), [False, True, False, True]) == ([1, 3], [5, 7])
-    assert indices(stream) == permutation(12, 0, 0)[6:10]
-    assert stream.replace(stream.next(), [True, False, False, False])[1] == [4]  # rounds are counted per step
+    # the next batch comes after the replacements, and counts its rounds anew
+    batch = streams[0].next()
+    assert batch[0].index == order[11] and streams[0].replace(batch, [True])[1] == [6]

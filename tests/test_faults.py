@@ -38,12 +38,10 @@ MOMENTS = ["resume", "rollout", "score", "logprobs", "update", "save", "evaluate
 
 @pytest.fixture(scope="module")
 def straight(launcher):
-    """A run that was left alone."""
     return launcher.trained("gspo", steps=STEPS)
 
 
 def assert_same(run, straight) -> None:
-    """As if nothing had happened."""
     assert comparable(run.steps) == comparable(straight.steps)
     evaluations = [[line for line in comparable(one.lines) if "learning_rate" not in line] for one in (run, straight)]
     assert evaluations[0] == evaluations[1]
@@ -74,7 +72,6 @@ def notes_phases(path: Path, module) -> None:
 
 
 def phase(path: Path) -> tuple[str, dict[str, int]]:
-    """What the run is at, and how often it has begun with each phase."""
     try:
         return json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):  # not begun, or half read
@@ -176,13 +173,7 @@ def test_a_disk_that_goes_away_ends_the_run_with_its_last_checkpoint(launcher, s
 
 def slow_disk(module) -> None:
     save_file = checkpoint.save_file
-
-    def slow(*arguments):
-        print("saving", flush=True)
-        time.sleep(0.5)
-        save_file(*arguments)
-
-    checkpoint.save_file = slow
+    checkpoint.save_file = lambda *given: (print("saving", flush=True), time.sleep(0.5), save_file(*given))
 
 
 def test_a_slow_disk_takes_longer_and_a_signal_waits_for_it(launcher, straight, tmp_path):
@@ -225,40 +216,26 @@ def test_two_runs_in_one_folder(launcher, straight, tmp_path):
         assert_same(first.wait().succeeded(), straight)
 
 
-CALLS = itertools.count(1)  # of a process
-
-
-def signal_itself(number: int) -> None:
-    """Rank 1, in the third step, from the thread that scores."""
-    if next(CALLS) == 3 and distributed.rank() == 1:
-        os.kill(os.getpid(), number)
-
-
-def dies_in(module_of: str, name: str, rank: int, call: int, module) -> None:
-    """A function of a module of common/ that kills the rank when it is called for this time."""
-    real, count = getattr(sys.modules[module_of], name), itertools.count(1)
+def signalled_in(owner: str, name: str, rank: int, call: int, number: int, module) -> None:
+    """A rank gets a signal when a function of a module of common/ is called for this time."""
+    real, count = getattr(sys.modules[owner], name), itertools.count(1)
 
     def wrapped(*arguments, **options):
         if next(count) == call and distributed.rank() == rank:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
         return real(*arguments, **options)
 
-    setattr(sys.modules[module_of], name, wrapped)
+    setattr(sys.modules[owner], name, wrapped)
 
 
-DEATHS = {  # what is handed in, who dies, and what the others are at
-    "score": (dict(rewards=[After(signal_itself, signal.SIGKILL)]), 1, "(logprobs|score)"),
-    # two minibatches a step: the third step
-    "update": (dict(prepare=partial(dies_in, "common.distributed", "sum_gradients", 1, 5)), 1, "update"),
-    "save": (dict(prepare=partial(dies_in, "common.checkpoint", "save", 0, 2)), 0, ".*"),
-}
-
-
-@pytest.mark.parametrize("where", DEATHS)
-def test_a_killed_rank_is_named_by_the_other_which_ends(launcher, tmp_path, where):
-    given, dead, phase = DEATHS[where]
+@pytest.mark.parametrize(("owner", "name", "dead", "call", "phase"), [
+    ("rewards", "score", 1, 3, "(logprobs|score)"), ("distributed", "sum_gradients", 1, 5, "update"),
+    ("checkpoint", "save", 0, 2, ".*"),
+])  # fmt: skip
+def test_a_killed_rank_is_named_by_the_other_which_ends(launcher, tmp_path, owner, name, dead, call, phase):
+    dies = partial(signalled_in, f"common.{owner}", name, dead, call, signal.SIGKILL)
     with fault("one of 2 ranks killed"):
-        run = launcher.run("gspo_ddp", tmp_path, 2, steps=STEPS, **given)
+        run = launcher.run("gspo_ddp", tmp_path, 2, steps=STEPS, prepare=dies)
         assert run.codes[dead] == -signal.SIGKILL and run.codes[1 - dead] == 1, run.output
         pid, said = run.processes[dead].pid, run.output_files[1 - dead].read_text()
         named = rf"waited in phase '{phase}' for the others: rank {dead} (\(process {pid}\) )?is gone"
@@ -268,9 +245,10 @@ def test_a_killed_rank_is_named_by_the_other_which_ends(launcher, tmp_path, wher
 
 
 def test_a_rank_that_hangs_is_named_when_the_time_is_up(launcher, tmp_path):
-    hangs = dict(rewards=[After(signal_itself, signal.SIGSTOP)], constants={"TIMEOUT_MINUTES": 0.05}, reward_patience=1)
+    hangs = partial(signalled_in, "common.rewards", "score", 1, 3, signal.SIGSTOP)
+    options = dict(steps=STEPS, constants={"TIMEOUT_MINUTES": 0.05}, reward_patience=1)
     with fault("one of 2 ranks hangs"):
-        run = launcher.start("gspo_ddp", tmp_path, 2, steps=STEPS, **hangs)
+        run = launcher.start("gspo_ddp", tmp_path, 2, prepare=hangs, **options)
         run.processes[0].join(60)
         code, pid, said = run.codes[0], run.processes[1].pid, run.output_files[0].read_text()
         run.kill()
@@ -291,7 +269,6 @@ SERVICES = {  # what the service does from its third request on; None: it is sto
 
 
 def impatient(module) -> None:
-    """Half a second for an answer."""
     reward_client.RewardService = partial(reward_client.RewardService, timeout_s=0.5)
 
 
@@ -339,8 +316,7 @@ def test_an_evaluation_that_the_service_cut_off_is_made_after_the_resume(launche
         assert run.codes == [OUTAGE_EXIT_CODE] and run.checkpoints == ["checkpoint-000002"], run.output
         fake.reply = reply
         run = launcher.run("gspo", tmp_path / "run", **options).succeeded()
-        evaluations = [[line["step"] for line in one.lines if "eval_reward" in line] for one in (run, straight)]
-        assert evaluations == [[0, 2, 3], [0, 2, 3]]
+        assert [line["step"] for line in run.lines if "eval_reward" in line] == [0, 2, 3]
         assert comparable(run.lines) == comparable(straight.lines)
         assert_equal_weights(run.weights(), straight.weights())
 

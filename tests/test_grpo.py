@@ -66,15 +66,10 @@ def halved(launcher, tmp_path_factory):
     return get
 
 
-# ---- one computation in several scripts ----
-
-
 @pytest.mark.parametrize(("script", "scale", "neutral"), [
-    ("grpo_multigpu", "batch", {}),
-    ("grpo_ddp", "batch", {}),
+    ("grpo_multigpu", "batch", {}), ("grpo_ddp", "batch", {}),
     ("similarity_grpo", "batch", dict(similarity_method="discount", similarity_alpha=0.0, **NGRAMS)),
     parity("similarity_grpo", "batch", dict(similarity_threshold=2.0, **NGRAMS)),  # every response is a cluster
-    parity("similarity_grpo", "group", dict(similarity_method="advantage", similarity_alpha=0.0, **NGRAMS)),
     parity("similarity_grpo", "group", dict(similarity_method="within", similarity_kappa=math.inf, **NGRAMS)),
 ])  # fmt: skip
 def test_in_one_process_all_variants_are_equal(halved, script, scale, neutral):
@@ -119,9 +114,8 @@ def test_when_all_are_cut_off_and_masked_nothing_moves(launcher, tmp_path):
     run = launcher.run("grpo", tmp_path, rewards=[ones], **options).succeeded()
     for line in run.steps:
         assert line["skipped_updates"] == 1.0 and not line.get("loss")
-        # completions near the limit are penalised
+        # completions near the limit are penalised, which is no part of the task and so not of the evaluation
         assert (line["reward"], line["reward_ones"], line["reward_overlong"]) == (0.0, 1.0, -1.0)
-    # the penalty is no part of the task, so no part of the evaluation
     assert {line["eval_reward"] for line in run.lines if "eval_reward" in line} == {1.0}
     assert_equal_weights(run.weights(), first_weights(launcher))
 
@@ -137,27 +131,19 @@ def test_every_metric_is_explained_and_none_is_missing(halved):
     # the embedder is created once, after the first rollout
     assert run.output.count("similarity: ngrams created on cpu") == 1 == run.output.count("rollout: ")
     assert run.output.index("rollout: ") < run.output.index("similarity: ngrams")
-    assert "texts embedded in" in run.output
 
 
 @pytest.mark.parametrize(("script", "options", "message"), [
-    ("grpo", dict(loss="ppo"), "loss = 'ppo': must be one of ('grpo', 'dapo', 'dr_grpo', 'cispo')"),
-    ("grpo", dict(dual_clip=0.5), "dual_clip = 0.5: must be above 1"),
+    ("grpo", dict(loss="ppo"), "loss = 'ppo': must be"), ("grpo", dict(dual_clip=0.5), "dual_clip = 0.5: must be"),
     ("grpo", dict(dual_clip=3, loss="cispo"), "dual_clip = 3.0: the loss 'cispo'"),
-    ("grpo", dict(entropy_coef=-1), "entropy_coef = -1.0: must be at least 0"),
     ("grpo", dict(kl_coef=0, reference_refresh=2), "reference_refresh = 2: there is no reference while kl_coef is 0"),
     ("grpo", dict(overlong_cache=9, max_new_tokens=8), "overlong_cache = 9: must be at most max_new_tokens = 8"),
     ("grpo", dict(gspo_epochs=2), "unknown option --gspo_epochs; did you mean --grpo_epochs?"),
-    ("similarity_grpo", dict(similarity_method="cluster"), "similarity_method = 'cluster': must be one of"),
     ("similarity_grpo", dict(similarity_threshold="high"), "similarity_threshold = 'high': must be a cosine"),
-    ("similarity_grpo", dict(similarity_alpha=-1), "similarity_alpha = -1.0: must be at least 0"),
     ("similarity_grpo", dict(similarity_method="within", advantage_scale="batch"), "advantage_scale = 'batch'"),
 ], ids=str)  # fmt: skip
 def test_wrong_options_are_named(capsys, script, options, message):
     assert message in refused(capsys, script, **options)
-
-
-# ---- prompts, and a reference that follows ----
 
 
 def test_groups_with_equal_rewards_make_room_for_others(halved):
@@ -169,11 +155,10 @@ def test_groups_with_equal_rewards_make_room_for_others(halved):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_reward_that_raises_while_prompts_are_replaced_stops_both_ranks(launcher, tmp_path, rank):
+def test_a_reward_that_raises_while_prompts_are_replaced_stops_both_ranks(launcher, tmp_path):
     options = dict(timeout=60, dynamic_sampling=2, eval_data="")
-    run = launcher.run("grpo_ddp", tmp_path, 2, rewards=[Raising(2, rank, ones)], **options)
-    failed(run, "the grader is down", f"rank {rank} failed in phase 'resample'")
+    run = launcher.run("grpo_ddp", tmp_path, 2, rewards=[Raising(2, 1, ones)], **options)
+    failed(run, "the grader is down", "rank 1 failed in phase 'resample'")
     assert not run.lines
 
 
@@ -195,9 +180,6 @@ def test_what_follows_the_run_survives_a_stop(launcher, tmp_path, script, option
         assert (policy / "model.safetensors").read_bytes() == (reference / "model.safetensors").read_bytes()
     else:
         assert len(one["notes"]["cosine_quantiles"]) == 5
-
-
-# ---- similarity groups ----
 
 
 def test_only_the_final_answer_is_compared_when_asked():

@@ -115,9 +115,6 @@ def chat(text: str, num_images: int) -> list[dict]:
     return [{"role": "user", "content": content}]
 
 
-# ---- processor ----
-
-
 @pytest.mark.parametrize("family", CASES)
 def test_a_saved_processor_loads_again_and_gives_the_same(family, folders, tmp_path):
     first = images.load_processor(folders[family])
@@ -160,13 +157,11 @@ def test_a_text_that_holds_an_image_token_is_refused(token, processor):
             images.encode(processor, messages, [(28, 28)])
 
 
-@pytest.mark.parametrize(("places", "sizes", "said"), [
-    (2, [(28, 28)], "1 images .* 2 places"), (1, [(28, 28)] * 2, "2 images .* 1 places"),
-    (1, [(1, 2000)], "1 x 2000 pixels .*: crop it"),
-])  # fmt: skip
-def test_images_and_their_places_must_be_as_many(processor, places, sizes, said):
-    with pytest.raises(ValueError, match=said):
-        images.encode(processor, chat("?", places), sizes)
+def test_images_and_their_places_must_be_as_many(processor):
+    for places, sizes, said in ((2, [(28, 28)], "1 images .* 2 places"), (1, [(28, 28)] * 2, "2 images .* 1 places"),
+                                (1, [(1, 2000)], "1 x 2000 pixels .*: crop it")):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            images.encode(processor, chat("?", places), sizes)
 
 
 def test_other_models_are_refused(tmp_path, folders):
@@ -183,8 +178,6 @@ def test_other_models_are_refused(tmp_path, folders):
     assert all(images.is_vlm(str(folder)) for folder in folders.values())
 
 
-# ---- features, positions, rollout ----
-
 SIZES = [[(90, 60), (40, 130), (30, 90)], [(64, 64)], []]  # 3, 1 and 0 images; as visual tokens 6 + 5 + 8, 4, 0
 
 
@@ -198,11 +191,6 @@ def load(folder, checkpointing=False):
     _, model = policies.load_policy(str(folder), CPU, "fp32", checkpointing)
     processor = images.load_processor(folder)
     return processor, model.double(), *batch_of(processor)
-
-
-@pytest.fixture(scope="module")
-def loaded(family, folders):
-    return load(folders[family])
 
 
 def batch_of(processor):
@@ -231,6 +219,11 @@ def rolled(loaded, group_size=2, temperature=1.0, seen=None, **options):
 
 
 @pytest.fixture(scope="module")
+def loaded(family, folders):
+    return load(folders[family])
+
+
+@pytest.fixture(scope="module")
 def batch(loaded):
     """Two completions per prompt."""
     return rolled(loaded)
@@ -238,11 +231,6 @@ def batch(loaded):
 
 def policy_of(model):
     return LogProbs(model, 1.0, suppressed_ids=images.vision_ids(model))
-
-
-def assert_log_probs(found, batch, expected):
-    """Those of the rows of a batch, or of a part of it."""
-    assert_rounded(found, expected[batch.rows, : found.shape[1]], **NORMS)
 
 
 def given_to(processor, ids, pictures) -> dict:
@@ -321,7 +309,7 @@ def test_log_probs_are_those_of_the_rollout(fallback, loaded):
     assert (gap[:4] > 0.01).all() and not (gap[4:] > 0.001).any()
 
 
-def test_groups_of_ragged_prompts_equal_one_prompt_at_a_time(loaded, batch):
+def test_groups_of_ragged_prompts_equal_one_prompt_at_a_time_and_those_of_replicas(loaded, batch):
     processor, model, prompts, pictures = loaded
     sampler = sampler_of(processor, model)
     for i in range(3):
@@ -331,14 +319,10 @@ def test_groups_of_ragged_prompts_equal_one_prompt_at_a_time(loaded, batch):
         assert torch.equal(alone.completion_ids, part.completion_ids)
         assert_rounded(alone.rollout_logps, part.rollout_logps, **NORMS)
         assert torch.equal(seen.features[0], batch.images.features[i])  # the same operations in the same order
-
-
-def test_a_prompt_may_begin_with_an_image(loaded):
-    processor, model, _, pictures = loaded
-    prompts = [[processor.image_token_id] * 4 + [60, 61], [62] * 12]  # the first with padding before its image
-    together = rolled((processor, model, prompts, [pictures[1], []]), 1)
-    alone = rolled((processor, model, prompts[:1], [pictures[1]]), 1)
-    assert_rounded(alone.rollout_logps, together.select(torch.tensor([0])).rollout_logps, **NORMS)
+    again = rolled(loaded, num_replicas=2)
+    assert torch.equal(again.completion_ids, batch.completion_ids)
+    assert_rounded(again.rollout_logps, batch.rollout_logps, **NORMS)
+    assert torch.equal(again.images.prompts, batch.images.prompts)
 
 
 def test_parts_of_a_batch_carry_their_images(loaded, batch):
@@ -348,13 +332,14 @@ def test_parts_of_a_batch_carry_their_images(loaded, batch):
         cut = [micro for micros in batch.minibatches(2, 70, policy.packed) for micro in micros]
         assert sorted(row for micro in cut for row in micro.rows.tolist()) == list(range(6))
         for micro in cut:
-            assert_log_probs(policy(*micro.to(CPU).tokens)[0], micro, batch.rollout_logps)
+            found = policy(*micro.to(CPU).tokens)[0]
+            assert_rounded(found, batch.rollout_logps[micro.rows, : micro.lengths.max()], **NORMS)
     # filled together, where prompts of several micro-batches stand under one another
     policy.packed = True
     micros = [micro for micros in batch.minibatches(3, 1, True) for micro in micros]
     logprobs.fill(micros, "old_logps", policy, CPU, micro_batch_tokens=40)
     for micro in micros:
-        assert_log_probs(micro.old_logps, micro, batch.rollout_logps)
+        assert_rounded(micro.old_logps, batch.rollout_logps[micro.rows, : micro.lengths.max()], **NORMS)
 
 
 def test_rows_put_into_a_batch_bring_their_images(loaded, batch):
@@ -367,14 +352,7 @@ def test_rows_put_into_a_batch_bring_their_images(loaded, batch):
     expected = batch.rollout_logps.clone()
     expected[2:4] = 0
     expected[2:4, : new.rollout_logps.shape[1]] = new.rollout_logps
-    assert_log_probs(policy_of(model)(*put.tokens)[0], put, expected)
-
-
-def test_several_replicas_share_the_prompts_and_their_images(loaded, batch):
-    again = rolled(loaded, num_replicas=2)
-    assert torch.equal(again.completion_ids, batch.completion_ids)
-    assert_rounded(again.rollout_logps, batch.rollout_logps, **NORMS)
-    assert torch.equal(again.images.prompts, batch.images.prompts)
+    assert_rounded(policy_of(model)(*put.tokens)[0], expected[put.rows, : put.lengths.max()], **NORMS)
 
 
 def test_a_reference_is_given_what_its_own_tower_sees(loaded, batch):
@@ -389,7 +367,7 @@ def test_a_reference_is_given_what_its_own_tower_sees(loaded, batch):
         micros = [micro for micros in batch.minibatches(1, 50, True) for micro in micros]
         logprobs.fill(micros, "ref_logps", policy_of(other), CPU, limit, images=seen)
         for micro in micros:
-            assert_log_probs(micro.ref_logps, micro, expected)
+            assert_rounded(micro.ref_logps, expected[micro.rows, : micro.lengths.max()], **NORMS)
 
 
 def test_a_policy_with_adapters(loaded):
@@ -405,23 +383,19 @@ def test_a_policy_with_adapters(loaded):
     logps = policy_of(adapted)(*batch.tokens)[0]
     assert_rounded(logps, batch.rollout_logps, **NORMS)
     assert (logps - policy_of(model)(*batch.tokens)[0]).abs().max() > 0.01
-    surrogate(logps, batch).backward()
+    logps[batch.sampled_mask].sum().backward()
     assert all("lora" in name and g.abs().max() > 0 for name, g in gradients(adapted).items())
 
 
-# ---- tokens that stand for images ----
-
-
 def test_vision_tokens_are_never_sampled_and_have_no_probability(loaded):
-    processor, model, prompts, pictures = loaded
-    model = copy.deepcopy(model)
+    processor, _, prompts, pictures = loaded
+    model = copy.deepcopy(loaded[1])
     vision = images.vision_ids(model)
     assert vision == sorted(processor.tokenizer.convert_tokens_to_ids(list(images.SPECIALS)))
     weight = model.get_output_embeddings().weight
     with torch.no_grad():  # as likely as can be
         weight[vision] = 4 * weight.abs().amax(0) * weight[vision[0]].sign()
-    loaded = processor, model, prompts, pictures
-    free, batch = rolled(loaded, 8, suppressed_ids=()), rolled(loaded, 8)
+    free, batch = (rolled((processor, model, prompts, pictures), 8, **how) for how in (dict(suppressed_ids=()), {}))
     assert torch.isin(free.completion_ids, torch.tensor(vision)).any()
     assert not torch.isin(batch.completion_ids, torch.tensor(vision)).any()
     suppressed = policy_of(model)(*batch.tokens)[0]
@@ -432,9 +406,9 @@ def test_vision_tokens_are_never_sampled_and_have_no_probability(loaded):
     assert_rounded(plain(*free.tokens)[0], free.rollout_logps, **NORMS | dict(magnitude=64.0))
 
 
-@pytest.mark.parametrize(("train_entropy", "softcap", "head_trained"), [
-    (True, None, True), (False, 5.0, True), (True, 5.0, False), (False, None, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("train_entropy", "softcap", "head_trained"), [(True, None, True), (False, 5.0, True), (True, 5.0, False)]
+)
 def test_the_head_without_some_tokens(train_entropy, softcap, head_trained):
     torch.manual_seed(0)
     hidden = torch.randn(7, 8, requires_grad=True)
@@ -456,39 +430,25 @@ def test_the_head_without_some_tokens(train_entropy, softcap, head_trained):
         assert_rounded(ours, theirs, terms=8 + 20 + 7 + 16, magnitude=13.0, dtype=torch.float32)
 
 
-# ---- gradients ----
-
-
-def surrogate(logps, batch):
-    return (logps * batch.sampled_mask * (1 + batch.rows[:, None])).sum() / 10
-
-
 def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def plain_loss(loaded, batch):
-    """The same loss through the whole model of transformers, pixels repeated per completion, one row at a time."""
-    processor, model, prompts, pictures = loaded
-    total, vision = 0.0, torch.tensor(images.vision_ids(model))
-    for row in range(len(batch)):
-        prompt, n = row // 2, int(batch.lengths[row])
-        ids = prompts[prompt] + batch.completion_ids[row, :n].tolist()
-        given = given_to(processor, ids, pictures[prompt])
-        logits = model(input_ids=torch.tensor([ids]), use_cache=False, **given).logits[0, -n - 1 : -1]
-        logps = logits.index_fill(-1, vision, -torch.inf).log_softmax(-1)
-        total = total + logps[range(n), ids[-n:]].sum() * (1 + row) / 10
-    return total
-
-
 @pytest.mark.parametrize(("checkpointing", "frozen"), [(False, False), (True, False), (False, True)])
 def test_gradients_of_a_tower_are_those_of_plain_autograd(checkpointing, frozen, family, folders):
-    loaded = _, model, *_ = load(folders[family], checkpointing)
+    loaded = processor, model, prompts, pictures = load(folders[family], checkpointing)
     if frozen:
         images.freeze_vision(model)
     batch, policy, calls = rolled(loaded), policy_of(model), []
     assert bool(batch.images.pixels) == (not frozen)
-    plain_loss(loaded, batch).backward()
+    # the same loss through the whole model of transformers, pixels repeated per completion, one row at a time
+    vision = torch.tensor(images.vision_ids(model))
+    for row, n in enumerate(batch.lengths.tolist()):
+        ids = prompts[row // 2] + batch.completion_ids[row, :n].tolist()
+        given = given_to(processor, ids, pictures[row // 2])
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False, **given).logits[0, -n - 1 : -1]
+        logps = logits.index_fill(-1, vision, -torch.inf).log_softmax(-1)
+        (logps[range(n), ids[-n:]].sum() * (1 + row) / 10).backward()
     expected = gradients(model)
     model.zero_grad(set_to_none=True)
     images.tower(model).register_forward_hook(lambda *args: calls.append(1))
@@ -496,7 +456,8 @@ def test_gradients_of_a_tower_are_those_of_plain_autograd(checkpointing, frozen,
     assert len(micros) > 2
     batch.images.refresh(model, batch.images.prompts)
     for micro in micros:
-        surrogate(policy(*micro.tokens)[0], micro).backward()
+        weights = micro.sampled_mask * (1 + micro.rows[:, None]) / 10
+        (policy(*micro.tokens)[0] * weights).sum().backward()
     assert not any(name.startswith("model.visual") for name in gradients(model))
     batch.images.backward()
     assert calls == [1, 1] * (not frozen)  # once per prompt with images
@@ -524,17 +485,4 @@ def test_each_optimizer_step_sees_features_of_its_own_weights(family, folders):
     assert not torch.equal(again.features[0], before[0])
     assert torch.equal(micro.images.features[1], before[1])  # not of this step
     batch.images.backward()  # nothing arrived
-    assert not gradients(model)
-    assert not any(x.requires_grad for x in batch.images.features)
-
-
-def test_a_saved_policy_gives_the_same_log_probs(loaded, batch, tmp_path):
-    processor, model, prompts, pictures = loaded
-    for part in (model, processor):
-        part.save_pretrained(tmp_path)
-    processor, again, *_ = load(tmp_path)
-    assert type(again) is type(model)
-    seen = images.Images.of(again, processor, prompts, pictures).repeat(2)
-    # the same operations in the same order
-    assert torch.equal(policy_of(again)(*batch.tokens[:4], seen)[0], policy_of(model)(*batch.tokens)[0])
-    assert policies.end_token_ids(processor.tokenizer, again) == [processor.tokenizer.eos_token_id]
+    assert not gradients(model) and not any(x.requires_grad for x in batch.images.features)

@@ -13,7 +13,7 @@ import torch
 from bounds import assert_rounded
 from conftest import ROOT, assert_equal_weights, build_model, build_tokenizer
 from safetensors.torch import load_file, save_file
-from test_checkpoint import Policy
+from test_checkpoint import Policy, weights_of
 from torch import nn
 
 from common import checkpoint, logprobs, lora, merging, models, optim, rollout
@@ -76,10 +76,6 @@ def reload(folder, options=None, dtype="fp32"):
 
 def logits(model) -> torch.Tensor:
     return model(input_ids=IDS).logits.detach()
-
-
-def weights_of(model) -> dict[str, torch.Tensor]:
-    return dict(model.named_parameters())
 
 
 def packed(model) -> rollout.RolloutBatch:
@@ -372,14 +368,13 @@ def test_without_lora_adapters_become_part_of_an_ordinary_model(family, saved, m
         assert_equal_weights(weights_of(other), weights_of(model))
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (Options(8, 8.0), "lora_rank = 8: must be that of the adapters .*, 4; .*merge_adapters"),
-    (Options(4, 16.0), "lora_alpha = 16.0: .*, 8"),
-    (Options(4, 8.0, "q_proj,up_proj"), "lora_targets = 'q_proj,up_proj': .*: down_proj, gate_proj, k_proj, o_proj"),
-])  # fmt: skip
-def test_adapters_that_are_trained_further_are_as_they_are(options, message, saved):
-    with pytest.raises(ValueError, match=message):
-        reload(saved["qwen2"], options)
+def test_adapters_that_are_trained_further_are_as_they_are(saved):
+    for options, message in [
+        (Options(8, 8.0), "lora_rank = 8: .*, 4; .*merge_adapters"), (Options(4, 16.0), "lora_alpha = 16.0: .*, 8"),
+        (Options(4, 8.0, "q_proj,up_proj"), "lora_targets = 'q_proj,up_proj': .*: down_proj, gate_proj"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            reload(saved["qwen2"], options)
 
 
 @pytest.mark.parametrize("options", [None, Options(4, 8.0)], ids=["merged", "trained"])
@@ -474,13 +469,10 @@ def test_check(fields, message):
         lora.check(types.SimpleNamespace(**fields))
 
 
-def test_options():
+def test_options_are_none_without_a_rank_and_few_bits_need_a_package(model_folders, monkeypatch):
     fields = dict(lora_alpha=32.0, lora_targets="q_proj", load_bits=4)
     assert lora.options(types.SimpleNamespace(lora_rank=0, **fields)) is None
     assert lora.options(types.SimpleNamespace(lora_rank=8, **fields)) == Options(8, 32.0, "q_proj", 4)
-
-
-def test_few_bits_need_a_package(model_folders, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"load_bits = 4: .*pip install bitsandbytes"):
         reload(model_folders["qwen2"], Options(4, 8.0, bits=4))
@@ -527,8 +519,7 @@ def test_a_run_with_adapters_is_resumed_exactly(launcher, tmp_path):
 
 @pytest.mark.parity
 @pytest.mark.parametrize(
-    ("one", "script", "ranks"),
-    [("gspo", "gspo_ddp", 2), ("gspo", "gspo_multigpu", 1), ("grpo", "grpo_ddp", 2), ("gkd", "gkd_ddp", 2)],
+    "one, script, ranks", [("gspo", "gspo_ddp", 2), ("gspo", "gspo_multigpu", 1), ("gkd", "gkd_ddp", 2)]
 )
 def test_every_script_trains_the_same_adapters(launcher, one, script, ranks):
     options = dict(lora_rank=4, steps=2, eval_every=0, learning_rate=1e-3, optimizer_offload="rollout")

@@ -164,7 +164,8 @@ def test_a_missing_gradient_is_a_zero_gradient(dtype):
     assert pairs[0][1].step(1.0).item() == 0.0  # nobody has one
 
 
-def test_frozen_parameters_are_left_out():
+def test_frozen_parameters_are_left_out_and_the_rate_warms_up():
+    assert [warmup(*args) for args in ((1, 5), (5, 5), (6, 5), (1, 0))] == pytest.approx([0.2, 1, 1, 1])
     model = small_model()
     model.b.requires_grad_(False)
     optimizer = AdamW(model, learning_rate=0.1, weight_decay=0.5)
@@ -176,11 +177,6 @@ def test_frozen_parameters_are_left_out():
         AdamW(model, learning_rate=0.1, offload="sometimes")
     with pytest.raises(ValueError, match=r"0 parameters .*requires_grad"):
         AdamW(model.requires_grad_(False), learning_rate=0.1)
-
-
-@pytest.mark.parametrize(("step", "warmup_steps", "factor"), [(1, 5, 0.2), (5, 5, 1.0), (6, 5, 1.0), (1, 0, 1.0)])
-def test_warmup(step, warmup_steps, factor):
-    assert warmup(step, warmup_steps) == pytest.approx(factor)
 
 
 @on_every_device
@@ -208,18 +204,17 @@ def test_after_a_gradient_that_is_not_finite_nothing_changes_until_it_is_reporte
     assert_equal(snapshot(model, optimizer), snapshot(*unharmed))
 
 
-@in_unscaled_dtypes
-def test_loading_a_state_ends_what_went_wrong_before(dtype):
-    model, optimizer = trained(dtype, steps=0)
+def test_loading_a_state_ends_what_went_wrong_before():
+    model, optimizer = trained(torch.bfloat16, steps=0)
     saved, first = copy.deepcopy(optimizer.state_dict()), snapshot(model, optimizer)
     train([0], (model, optimizer))
-    model.a.grad = torch.full((3, 4), math.nan, dtype=dtype)
+    model.a.grad = torch.full((3, 4), math.nan, dtype=torch.bfloat16)
     assert optimizer.step(1.0).isnan()
     optimizer.load_state_dict(saved)
     assert_equal(first, snapshot(model, optimizer))  # of before the first step: all is reset
     optimizer.check()
     train([0], (model, optimizer))
-    assert_equal(snapshot(model, optimizer), snapshot(*trained(dtype)))
+    assert_equal(snapshot(model, optimizer), snapshot(*trained(torch.bfloat16)))
 
 
 @on_every_device
@@ -320,8 +315,7 @@ def test_a_run_that_is_offloaded_between_steps_is_the_run_without(dtype, device)
 
 def test_parameters_in_another_memory_order_are_offloaded_as_they_are():
     model = Weights(w=torch.arange(12.0).view(3, 4).t().bfloat16(), v=torch.ones(2, dtype=torch.bfloat16))
-    optimizer = AdamW(model, 1e-2)
-    train([0], (model, optimizer))
+    train([0], (model, optimizer := AdamW(model, 1e-2)))
     before, masters = snapshot(model, optimizer), [optimizer.masters[0]]
     for move in (optimizer.offload, optimizer.onload):
         move()
@@ -354,24 +348,21 @@ def test_a_state_in_cpu_memory_takes_the_same_steps(dtype, offload, device, monk
     assert_equal(again.state_dict(), expected.state_dict())
 
 
-@contextmanager
-def no_waiting():
-    """Whatever waits for the GPU raises inside."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @on_a_gpu
 @in_every_dtype
 def test_steps_do_not_wait_for_the_gpu(dtype, device):
+    @contextmanager
+    def no_waiting():
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)).to("cuda", dtype)
     model.register_parameter("unused", nn.Parameter(torch.ones(3, device="cuda", dtype=dtype)))
     optimizer = AdamW(model, 1e-3)
-    inputs = torch.randn(16, 64, device="cuda", dtype=dtype)
-    norms = []
+    inputs, norms = torch.randn(16, 64, device="cuda", dtype=dtype), []
     with no_waiting():
         for step in range(6):
             optimizer.learning_rate = 1e-3 / (1 + step)
@@ -454,12 +445,11 @@ def test_a_run_can_go_on_in_another_dtype(dtype):
     resumed.check()
 
 
-@pytest.mark.parametrize("shapes", [dict(a=(3, 4)), dict(a=(3, 4), b=5, c=1), dict(a=(3, 4), b=1)],
-                         ids=["fewer", "more", "shape that would broadcast"])  # fmt: skip
-def test_the_state_of_another_model_is_refused_and_changes_nothing(shapes):
-    saved = AdamW(Weights(**{name: torch.zeros(shape) for name, shape in shapes.items()}), 1e-2).state_dict()
+def test_the_state_of_another_model_is_refused_and_changes_nothing():
     model, optimizer = trained()
     before = snapshot(model, optimizer)
-    with pytest.raises(ValueError, match=r"another model.*policy_model"):
-        optimizer.load_state_dict(saved)
-    assert_equal(before, snapshot(model, optimizer))
+    for shapes in (dict(a=(3, 4)), dict(a=(3, 4), b=5, c=1), dict(a=(3, 4), b=1)):  # the last would broadcast
+        saved = AdamW(Weights(**{name: torch.zeros(shape) for name, shape in shapes.items()}), 1e-2).state_dict()
+        with pytest.raises(ValueError, match=r"another model.*policy_model"):
+            optimizer.load_state_dict(saved)
+        assert_equal(before, snapshot(model, optimizer))

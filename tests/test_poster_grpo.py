@@ -11,6 +11,7 @@ from comparing import comparable
 from conftest import ROOT, Run, assert_equal_weights
 from safetensors.torch import load_file
 from test_reward_client import Fake
+from test_rollout import make_batch
 from test_teacher_server import free_port
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -18,32 +19,25 @@ import random_vlm
 
 from common import images, models
 from common.distributed import OUTAGE_EXIT_CODE
-from common.rollout import RolloutBatch
 from grpo.poster import poster_grpo, synthetic, toys
 
 PATH = ROOT / "grpo" / "poster" / "poster_grpo.py"
-# adds what a policy without training can earn, beside posters that never parse
-EARNING = """from common.config import parse
-from grpo.poster import poster_grpo
+
 
 def earned(completions, answers, **columns):
+    """What a policy without training can earn, whose posters never parse."""
     return [len(c) % 5 / 5 for c in completions]
-
-poster_grpo.main(parse(poster_grpo.Config), ((earned, 1.0),))
-"""
 
 
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory) -> dict[str, str]:
     """Folders of the built-in policies before any training."""
-    folders, tokenizer = {}, toys.build_tokenizer()
+    folders, tokenizer = {name: str(tmp_path_factory.mktemp(name)) for name in ("text", "vlm")}, toys.build_tokenizer()
     torch.manual_seed(0)
-    made = {"text": (toys.build_llama(tokenizer), tokenizer),
-            "vlm": (toys.build_qwen_vl(tokenizer), toys.build_processor(tokenizer))}  # fmt: skip
-    for name, parts in made.items():
-        folders[name] = str(tmp_path_factory.mktemp(name))
-        for part in parts:
-            part.save_pretrained(folders[name])
+    for part in (toys.build_llama(tokenizer), tokenizer):
+        part.save_pretrained(folders["text"])
+    for part in (toys.build_qwen_vl(tokenizer), toys.build_processor(tokenizer)):
+        part.save_pretrained(folders["vlm"])
     return folders
 
 
@@ -60,14 +54,11 @@ def rows(tmp_path_factory) -> str:
 
 @pytest.fixture
 def run(launcher, policies, rows, tmp_path):
-    earning = tmp_path / "earning.py"
-    earning.write_text(EARNING)
-
-    def run(name: str, kind: str = "text", ranks: int = 1, script=earning, start: bool = False, **options) -> Run:
+    def run(name: str, kind: str = "text", ranks: int = 1, start: bool = False, rewards=(earned,), **options) -> Run:
         defaults = dict(policy_model=policies[kind], train_data=rows, eval_data=rows, kl_coef=0, num_minibatches=2,
                         micro_batch_tokens=400, max_new_tokens=6, learning_rate=1e-3)  # fmt: skip
         begin = launcher.start if start else launcher.run
-        return begin(script, tmp_path / name, ranks, **{**defaults, **options})
+        return begin(PATH, tmp_path / name, ranks, rewards=rewards, **{**defaults, **options})
 
     return run
 
@@ -110,17 +101,11 @@ def test_ranks_and_cuts_change_nothing(run, policies, kind, options):
 
 
 @pytest.mark.poster
-def test_a_small_step_still_evaluates_everything(run):
-    options = dict(steps=1, batch_size=1, group_size=2, num_minibatches=1, eval_every=1, eval_examples=4)
-    done = run("small", "vlm", **options).succeeded()  # fewer completions than what is evaluated at once
-    assert [line["step"] for line in done.lines if "eval_reward" in line] == [0, 1]
-
-
-@pytest.mark.poster
-def test_gspo_with_a_reference_on_two_ranks(run, policies):
-    options = dict(loss="gspo", kl_coef=0.1, epsilon_low=3e-3, epsilon_high=4e-3, num_minibatches=1, steps=2,
-                   kind="vlm", freeze_vision=False)  # fmt: skip
+def test_gspo_with_a_reference_on_two_ranks_evaluates_more_than_a_step_has(run, policies):
+    options = dict(kind="vlm", loss="gspo", kl_coef=0.1, epsilon_low=3e-3, epsilon_high=4e-3, num_minibatches=1,
+                   steps=2, freeze_vision=False, batch_size=2, eval_every=1, eval_examples=12)  # fmt: skip
     one = run("one", **options).succeeded()
+    assert [line["step"] for line in one.lines if "eval_reward" in line] == [0, 1, 2]
     first, last = (line["kl_ref"] for line in one.steps)
     assert abs(first) < 1e-6 < 1e-5 < last  # 0 but for rounding, then the policy has moved
     assert_close(run("two", ranks=2, **options).succeeded(), one, policies["vlm"])
@@ -129,7 +114,7 @@ def test_gspo_with_a_reference_on_two_ranks(run, policies):
 @pytest.mark.poster
 @pytest.mark.parametrize(("policy", "least"), [("toy-poster", 0.25), ("toy-poster-vlm", 0.15)])
 def test_the_warm_start_parses_mostly_and_leaves_room_to_learn(run, policy, least):
-    done = run("run", script=PATH, policy_model=toys.folder(policy), train_data="synthetic:0", steps=1, batch_size=16,
+    done = run("run", rewards=None, policy_model=toys.folder(policy), train_data="synthetic:0", steps=1, batch_size=16,
                group_size=2, max_new_tokens=120, micro_batch_tokens=8192, eval_every=0)  # fmt: skip
     (line,) = done.succeeded().steps
     assert least <= line["reward"] <= 0.75 and line["reward_parse_ok"] >= 0.6
@@ -139,17 +124,11 @@ def test_the_warm_start_parses_mostly_and_leaves_room_to_learn(run, policy, leas
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo", "gspo"])
 def test_the_loss_is_that_of_the_other_scripts(loss):
     torch.manual_seed(0)
-    m, C = 6, 7
-    lengths = torch.tensor([7, 3, 1, 5, 2, 4])
-    mask = torch.arange(C) < lengths[:, None]
-    old, now, ref, sampled = (torch.randn(m, C).mul(0.3) * mask for _ in range(4))
-    batch = RolloutBatch(
-        prompt_ids=torch.zeros(m, 1), prompt_mask=torch.ones(m, 1, dtype=torch.bool), completion_ids=torch.zeros(m, C),
-        sampled_mask=mask, completion_mask=mask, rollout_logps=sampled, prompt_lengths=torch.ones(m).long(),
-        lengths=lengths, truncated=torch.zeros(m, dtype=torch.bool), trained=torch.ones(m, dtype=torch.bool),
-        rows=torch.arange(m), advantages=torch.randn(m), old_logps=old, ref_logps=ref,
-    )  # fmt: skip
-    batch.drop(torch.arange(m) == 3)
+    batch = make_batch([7, 3, 1, 5, 2, 4])
+    logps = (torch.randn(batch.completion_mask.shape).mul(0.3) * batch.completion_mask for _ in range(4))
+    now, batch.old_logps, batch.ref_logps, batch.rollout_logps = logps
+    batch.advantages = torch.randn(6)
+    batch.drop(torch.arange(6) == 3)
     shared = dict(kl_coef=0.2, max_new_tokens=9, epsilon_low=0.05, epsilon_high=0.06)
     name, more = ("gspo", dict(clip_preset="custom")) if loss == "gspo" else ("grpo", dict(loss=loss))
     other = importlib.import_module(f"{name}.{name}")
@@ -199,10 +178,8 @@ def test_prompts_that_do_not_fit_are_dropped_with_their_images(policies, rows, c
 
 
 def test_settings_that_cannot_be_are_refused():
-    for options, said in (
-        (dict(loss="gspo"), "set them to 3e-3 and 4e-3"), (dict(group_size=1), "group_size = 1: must be at least 2"),
-        (dict(coord_space="cm"), "coord_space = 'cm': must be one of"),
-    ):  # fmt: skip
+    for options, said in ((dict(loss="gspo"), "set them to 3e-3 and 4e-3"), (dict(group_size=1), "group_size = 1"),
+                          (dict(coord_space="cm"), "coord_space = 'cm': must be one of")):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             poster_grpo.Config(**options)
 
@@ -211,24 +188,23 @@ def test_settings_that_cannot_be_are_refused():
 def test_after_an_outage_the_rollout_with_images_is_scored_first(run):
     port = free_port()
     options = dict(steps=3, reward_url=f"http://127.0.0.1:{port}", reward_patience=1.0, save_every=100, eval_every=0,
-                   freeze_vision=False)  # fmt: skip
+                   freeze_vision=False, rewards=None)  # fmt: skip
     service = Fake(port)
-    straight = run("straight", "vlm", script=PATH, **options).succeeded()
+    straight = run("straight", "vlm", **options).succeeded()
     first = service.items[0]
     assert json.loads(first["ground_truth"])["layers"] and first["extra_info"]["level"] == 0
     assert all(name.startswith("synthetic:0:") for item in service.items for name in item["extra_info"]["images"])
     service.delay = 0.5
-    broken = run("run", "vlm", script=PATH, start=True, **options)
+    broken = run("run", "vlm", start=True, **options)
     broken.wait_for(lambda: len(broken.steps) >= 1)
     service.stop()
     service.reply = lambda items, number: 503
     assert broken.wait().codes == [OUTAGE_EXIT_CODE], broken.output
     service = Fake(port)
-    again = run("run", "vlm", script=PATH, **options).succeeded()
+    again = run("run", "vlm", **options).succeeded()
     service.stop()
     assert "were not scored: they come first" in again.output
     images.load_processor(again.out_dir / again.checkpoints[-1])  # saved with the policy
-    # bit for bit: the same operations in the same order
     assert comparable(again.steps) == comparable(straight.steps)
     assert_equal_weights(again.weights(), straight.weights())
 
@@ -241,5 +217,3 @@ def test_a_model_of_a_real_shape_for_measuring(tmp_path):
     assert images.is_vlm(model.config) and images.load_processor(output).tokenizer.pad_token
     with pytest.raises(ValueError, match="is there already"):
         random_vlm.Config(output=output)
-    for name, shape in random_vlm.SHAPES.items():  # 128 dimensions per head, as the families have
-        assert shape["hidden_size"] == 128 * shape["num_attention_heads"], name

@@ -1,6 +1,7 @@
 """Rewards: answers are read and compared as stated, hostile text cannot stop a run, bad values never pass."""
 
 import concurrent.futures
+import contextlib
 import functools
 import json
 import math
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from bounds import assert_rounded
+from test_teacher_server import wait_for
 
 from common import answers as answers_module
 from common import background, rewards
@@ -50,11 +52,10 @@ def no_math_verify(monkeypatch):
 
 
 @pytest.mark.parametrize(("text", "boxed"), [
-    (r"\boxed{42}", "42"), (r"\boxed {42}", "42"), (r"so \boxed{\frac{1}{\sqrt{2}}} is it", r"\frac{1}{\sqrt{2}}"),
-    (r"\fbox{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed 42", "42"), (r"I first got \boxed{3}, no: \boxed{4}.", "4"),
-    (r"\boxed{3}, so \boxed{4", "3"), (r"\boxed{3, so \boxed{4}", "4"), (r"\boxed{\boxed{4}}", "4"),
-    (r"\boxed{\{1,2\}}", r"\{1,2\}"), (r"} \boxed{4} {", "4"), (r"\boxed{4", None), (r"\boxedness{4}", None),
-    ("42", None),
+    (r"\boxed {42}", "42"), (r"so \boxed{\frac{1}{\sqrt{2}}} is it", r"\frac{1}{\sqrt{2}}"), (r"\fbox{4}", "4"),
+    (r"\boxed 42", "42"), (r"I first got \boxed{3}, no: \boxed{4}.", "4"), (r"\boxed{3}, so \boxed{4", "3"),
+    (r"\boxed{3, so \boxed{4}", "4"), (r"\boxed{\boxed{4}}", "4"), (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+    (r"} \boxed{4} {", "4"), (r"\boxed{4", None), (r"\boxedness{4}", None), ("42", None),
 ])  # fmt: skip
 def test_last_boxed(text, boxed):
     assert last_boxed(text) == boxed
@@ -62,20 +63,17 @@ def test_last_boxed(text, boxed):
 
 @pytest.mark.parametrize(("text", "number"), [
     ("the grid is 2x3", "3"), ("at 7:30", "30"), ("The answer is 3.14.", "3.14"), ("**42**", "42"), ("42。", "42"),
-    ("costs $1,234.00", "1234.00"), ("1,234,567 ants", "1234567"), ("1,23", "23"), ("1,234,56", "56"),
-    ("12345,678", "678"), ("The final value is 13.20%.", "13.20%"), (r"up 60\%", "60%"), ("a half is 1/2", "1/2"),
-    (r"it is $\frac{1}{2}$.", "1/2"), (r"it is $-\dfrac34$.", "-3/4"), ("takes 2 1/2 cups", "2 1/2"),
-    ("on 3/4/2020", "2020"), ("it is -5", "-5"), ("it is \N{MINUS SIGN}5", "-5"), ("a loss of -$5", "-5"),
-    ("10-5", "5"), ("about .5 m", ".5"), ("it is 1e5 m", "1e5"), ("sorted: 01347", "01347"),
-    ("48/2 = <<48/2=24>>24", "24"), ("=> 42", "42"), ("it is <b>42</b>", "42"), ("it is _42_.", "42"),
-    (r"it is $\mathbf{42}$", "42"), ("(40 apples, and then 2, so 42)", "42"), (r"42^\circ C", "42"), ("42 cm^2.", "42"),
-    (r"42\text{ m}^{3}", "42"), ("9.8 m/s^2", "9.8"), ("7 m\xb2", "7"), (r"it is $1.5\times10^{3}$", "1.5e3"),
-    ("about 6.02 \xd7 10^23", "6.02e23"), (r"it is $0.1\overline{6}$", "15/90"),
+    ("costs $1,234.00", "1234.00"), ("1,234,567 ants", "1234567"), ("1,234,56", "56"), ("12345,678", "678"),
+    ("The final value is 13.20%.", "13.20%"), (r"up 60\%", "60%"), ("a half is 1/2", "1/2"), ("on 3/4/2020", "2020"),
+    (r"it is $-\dfrac34$.", "-3/4"), ("takes 2 1/2 cups", "2 1/2"), ("it is \N{MINUS SIGN}5", "-5"), ("10-5", "5"),
+    ("a loss of -$5", "-5"), ("about .5 m", ".5"), ("it is 1e5 m", "1e5"), ("48/2 = <<48/2=24>>24", "24"),
+    ("=> 42", "42"), ("it is <b>42</b>", "42"), (r"it is $\mathbf{42}$", "42"), ("(40, and then 2, so 42)", "42"),
+    (r"42^\circ C", "42"), ("42 cm^2.", "42"), (r"42\text{ m}^{3}", "42"), ("9.8 m/s^2", "9.8"), ("7 m\xb2", "7"),
+    (r"it is $1.5\times10^{3}$", "1.5e3"), (r"it is $0.1\overline{6}$", "15/90"),
     ("it is 10^3", None),  # a part of an expression is not the answer
     ("it is 10\xb3", None), ("it is 5x^2", None), (r"it is $2\sqrt{3}$", None), ("it is 2\N{SQUARE ROOT}3", None),
     (r"it is $\frac{\sqrt{3}}{2}$", None), ("it is x/2", None), (r"it is $2\pi$", None), ("so x > 4.", None),
-    (r"so $x \le 4$", None), ("so x \N{LESS-THAN OR EQUAL TO} 4", None), ("it is (3, 4).", None),
-    (r"it is $[2, \infty)$", None), (",", None), ("no idea", None), ("", None),
+    (r"so $x \le 4$", None), ("it is (3, 4).", None), (r"it is $[2, \infty)$", None), ("", None),
 ])  # fmt: skip
 def test_last_number(text, number):
     assert last_number(text) == number
@@ -84,10 +82,9 @@ def test_last_number(text, number):
 @pytest.mark.parametrize(("text", "value"), [
     ("1,234.50", Fraction(2469, 2)), ("-1/2", Fraction(-1, 2)), (r"2\frac{1}{2}", Fraction(5, 2)),
     ("60%", Fraction(3, 5)), ("2e3", Fraction(2000)), ("1/0", None), (r"-1.5 \cdot 10^{-3}", Fraction(-3, 2000)),
-    ("2 x 10^3", Fraction(2000)), ("12 x 10^3", None),  # not the usual form of a number
-    (r"-0.\overline{3}", Fraction(-1, 3)), (r"12.3\overline{45}", Fraction(679, 55)), ("0.(9)", Fraction(1)),
-    ("1,23", None), ("(1,234)", None), ("5 apples", None), ("3 4", None), ("1e999999999", None), ("9" * 5000, None),
-    ("", None),
+    ("12 x 10^3", None),  # not the usual form of a number
+    (r"-0.\overline{3}", Fraction(-1, 3)), (r"12.3\overline{45}", Fraction(679, 55)), ("1,23", None), ("", None),
+    ("(1,234)", None), ("5 apples", None), ("3 4", None), ("1e999999999", None), ("9" * 5000, None),
 ])  # fmt: skip
 def test_to_fraction_is_exact_and_refuses_everything_else(text, value):
     assert to_fraction(text) == value
@@ -95,19 +92,17 @@ def test_to_fraction_is_exact_and_refuses_everything_else(text, value):
 
 @pytest.mark.parametrize(("text", "answer"), [
     ("<think>1</think> 2 <think>3</think>the answer is 4", "4"), ("<think>the answer is 4", None),
-    ("<think>a</think>4", "4"), (r"<think>..</think><answer>\boxed{42}</answer>", "42"),
-    ("<answer>1</answer> no, <answer>\n2\n</answer>", "2"), ("5 <answer>The answer is 42.</answer> 7", "42"),
+    ("<answer>1</answer> no, <answer>\n\\boxed{2}\n</answer>", "2"), ("5 <answer>The answer is 42.</answer> 7", "42"),
     ("<answer>Paris</answer>", "Paris"), ("<answer>42", None), ("4 <answer></answer>", None),
-    ("</answer> 3 <answer>", None), ("<answer><answer>42</answer></answer>", "42"), (r"#### 7, that is \boxed{8}", "8"),
-    (r"4 in \boxed{}", None), (r"\boxed{4", None), ("2+40=42\n#### 42\n" + LONG, "42"), ("#### 42\n" + "7" * 480, "42"),
-    ("#### 1\n#### 2", "2"), ("####\n42", "42"), ("#### The answer is 42, not 7", "42"),
-    (r"#### \frac{1}{2}", r"\frac{1}{2}"), ("#### x^2 + 1", "x^2 + 1"), ("#### 42个苹果", "42"), ("2 #### ,", None),
-    ("first 5, then 1,234 clips.", "1234"), ("[1, 2)", "[1, 2)"), ("#### 42 (forty-two)", "42"),
+    ("<answer><answer>42</answer></answer>", "42"), (r"#### 7, that is \boxed{8}", "8"), (r"4 in \boxed{}", None),
+    (r"\boxed{4", None), ("2+40=42\n#### 42\n" + LONG, "42"), ("#### 42\n" + "7" * 480, "42"),
+    ("#### 1\n#### 2", "2"), ("#### The answer is 42, not 7", "42"), ("#### x^2 + 1", "x^2 + 1"),
+    ("#### 42个苹果", "42"), ("2 #### ,", None), ("first 5, then 1,234 clips.", "1234"), ("[1, 2)", "[1, 2)"),
     ("3 are left out.\nThe answer is (B).", "B"), ("**Answer:** B", "B"), ("so it is option C", "C"),
     ("\u7b54\u6848\u662fB\u3002", "B"),  # Chinese: the answer is B
     ("Answer: A total of 42 apples", "42"), ("Answer: B) 42 apples", "42"), ("The answer is True.", "True"),
     ("2 + 2 = 4, so the answer is correct", "4"),  # no word answers where there is a number
-    ("x = 4", "x = 4"), ("no idea", None), ("", None),
+    ("x = 4", "x = 4"), ("no idea", None),
 ])  # fmt: skip
 def test_extract_answer_follows_the_stated_order(text, answer):
     assert extract_answer(text) == answer
@@ -115,38 +110,33 @@ def test_extract_answer_follows_the_stated_order(text, answer):
 
 @pytest.mark.parametrize(("completion", "gold", "expected"), [
     (r"\boxed{\frac{1}{2}}", r"\frac{1}{3}", 0), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1), (r"\boxed{4", "4", 0),
-    ("#### 1,234", "1234", 1), (r"\boxed{70,000}", "70000", 1), (r"\boxed{70{,}000}", "70000", 1),
-    ("$1,234.00", "1234", 1), ("1,23", "123", 0), ("(42)", "42", 1), ("42\uff01", "42", 1),  # full-width forms
-    ("\uff0842\uff09", "42", 1), ("\uff14\uff12", "42", 1), ("\uff0d42", "-42", 1), ("42\u2026", "42", 1),
-    ('"42"', "42", 1), ("\u201c42\u201d", "42", 1), ("(so we have\n#### 42)", "42", 1),
+    (r"\boxed{70{,}000}", "70000", 1), ("$1,234.00", "1234", 1), ("1,23", "123", 0), ("(42)", "42", 1),
+    ("\uff08\uff0d\uff14\uff12\uff09", "-42", 1),  # full-width forms
+    ("42\u2026", "42", 1), ("\u201c42\u201d", "42", 1), ("(so we have\n#### 42)", "42", 1),
     ("\ufeff42\u200b", "42", 1),  # nobody sees what stands around it
     ("\u2066\u0664\u0662\u2069", "42", 1),  # Arabic digits
     ("1\u066c234\u066b5", "1234.5", 1), (r"\boxed{1~234\ 567}", "1234567", 1), ("12345\xa0678", "12345678", 0),
     ("1 234", "1234", 0), ("1\u3001234", "1234", 0),  # two things in Chinese
     ("1\u3001234", "1, 234", 1), ("60\uff05", "60%", 1), ("60 percent", "60%", 0),  # only the sign divides by a hundred
-    ("60 percent", "60", 1), (r"60\%", "60%", 1), (r"\boxed{60\%}", "60%", 1), ("0.6", "60%", 1), ("60", "60%", 0),
-    ("60%", "60", 0), (r"\frac12", "1/2", 1), ("0.5", "1/2", 1), ("\xbd", "1/2", 1), ("-1\xbd", "-3/2", 1),
-    ("1\u20442", "1/2", 1), ("it is \xbd.", "1/2", 1), ("\xbd", "2", 0), ("The answer is 10", "1", 0), ("-4", "4", 0),
-    ("4%", "4", 0), ("ABCD", "A", 0), ("[1,2]", "(1,2)", 0), ("(1, 2]", "(1,2)", 0),
+    ("60 percent", "60", 1), (r"\boxed{60\%}", "60%", 1), ("0.6", "60%", 1), ("60", "60%", 0), ("60%", "60", 0),
+    (r"\frac12", "1/2", 1), ("0.5", "1/2", 1), ("-1\xbd", "-3/2", 1), ("1\u20442", "1/2", 1), ("\xbd", "2", 0),
+    ("The answer is 10", "1", 0), ("-4", "4", 0), ("ABCD", "A", 0), ("[1,2]", "(1,2)", 0), ("(1, 2]", "(1,2)", 0),
     (r"\left(1, \frac12\right)", "(1, 0.5)", 1), ("(2,1)", "(1,2)", 0), ("(1,2,3)", "(1,2)", 0), ("3, 2", "2, 3", 1),
-    ("2, 2", "2, 3", 0), ("2, 3", "3", 0), (r"\boxed{x=2 \text{ or } x=3}", "2, 3", 1),
-    ("<answer>x = 2 or x = 3</answer>", "2", 0), ("2 and 3", "2, 3", 1), ("2, 3", "2 and 3", 1),
-    (r"\boxed{\{3,2\}}", r"\{2,3\}", 1), ("{3, 2}", r"\{2,3\}", 1), ("{3, 2}", "(3, 2)", 0), ("{3}", "3", 0),
+    ("2, 2", "2, 3", 0), ("2, 3", "3", 0), (r"\boxed{x=2 \text{ or } x=3}", "2, 3", 1), ("2 and 3", "2, 3", 1),
+    (r"\boxed{\{3,2\}}", r"\{2,3\}", 1), ("{3, 2}", "(3, 2)", 0), ("{3}", "3", 0), ("((1,2),3)", "((2,1),3)", 0),
     ("(x, y) = (1, 2)", "(1, 2)", 1), ("(x, y) = (2, 1)", "(1, 2)", 0), ("(1, 2)", "(x, y) = (1, 2)", 1),
-    ("S = [1, 2]", "(1, 2)", 0), ("((1,2),3)", "((2,1),3)", 0), ("\N{MINUS SIGN}3", "-3", 1), ("3", "-3", 0),
-    (r"\boxed{x = 42}", "42", 1), (r"\boxed{C}", r"\text{(C)}", 1), (r"\boxed{London}", "Paris", 0),
-    ("the digits are 13479", "13479", 1), (r"\boxed{Yes}", "yes", 1), (r"\boxed{\textbf{(B) }42}", "B", 1),
-    ("#### B. 42", "B", 1), (r"\boxed{b}", "B", 0), (r"\boxed{B, C}", "B", 0), (r"\boxed{42^\circ}", "42", 1),
-    ("\\boxed{42\xb0}", "42", 1), (r"\boxed{42\text{ cm}^2}", "42", 1), (r"\boxed{42\ \text{units}}", "42", 1),
+    ("S = [1, 2]", "(1, 2)", 0), ("\N{MINUS SIGN}3", "-3", 1), (r"\boxed{x = 42}", "42", 1),
+    (r"\boxed{C}", r"\text{(C)}", 1), (r"\boxed{London}", "Paris", 0), (r"\boxed{Yes}", "yes", 1),
+    (r"\boxed{\textbf{(B) }42}", "B", 1), ("#### B. 42", "B", 1), (r"\boxed{b}", "B", 0), (r"\boxed{B, C}", "B", 0),
+    (r"\boxed{42^\circ}", "42", 1), ("\\boxed{42\xb0}", "42", 1), (r"\boxed{42\text{ cm}^2}", "42", 1),
     (r"\boxed{x \approx 3.14}", "3.14", 1), ("~42", "42", 1), (r"\boxed{1.5 \times 10^3}", "1500", 1),
-    (r"\boxed{10^3}", "1000", 0), ("0.(3)", "1/3", 1), ("2024-01-05", "2024-01-05", 1), ("2024-1-5", "2024-01-05", 1),
+    (r"\boxed{10^3}", "1000", 0), ("0.(3)", "1/3", 1), ("2024-1-5", "2024-01-05", 1),
     ("2024-05-01", "2024-01-05", 0),  # as differences these would be equal
     ("6/8/2020", "3/4/2020", 0), ("4-6", "3-5", 0), ("3 \N{EN DASH} 5", "3-5", 1), (r"\boxed{5:10}", "10:20", 0),
     (r"\boxed{07:30}", "7:30", 1), (r"\boxed{7:30\text{ a.m.}}", r"7:30\text{ am}", 1),
     (r"\boxed{7:30 am}", "7:30 pm", 0), (r"\boxed{101_3}", "101_2", 0), (r"\boxed{101}", "101_2", 1), ("", "1", 0),
-    (r"\boxed{6}", "see figure", nan), ("no idea", "see figure", nan), ("see figure", "see figure", nan),
-    ("6", "", nan), ("#### 18", "16 - 3 - 4 = 9 eggs\n9 * 2 = $18\n#### 18", 1),
-    ("#### 9", "16 - 3 - 4 = 9 eggs\n9 * 2 = $18\n#### 18", 0), ("1", "#### see figure", nan),
+    ("no idea", "see figure", nan), ("see figure", "see figure", nan), ("6", "", nan), ("1", "#### see figure", nan),
+    ("#### 18", "16 - 3 - 4 = 9 eggs\n9 * 2 = $18\n#### 18", 1), ("#### 9", "9 eggs\n9 * 2 = $18\n#### 18", 0),
 ])  # fmt: skip
 def test_answers_match_without_math_verify(completion, gold, expected, no_math_verify):
     assert answers_match(completion, gold) == pytest.approx(expected, nan_ok=True)
@@ -158,19 +148,15 @@ def test_answers_match_without_math_verify(completion, gold, expected, no_math_v
     ("(\u2212\N{INFINITY}, 3)", "(\u2212\N{INFINITY}, 3]", 0), (r"\boxed{x^2 + 2x}", "x^2 + 2x + 1", 0),
     (r"\boxed{\frac{\sqrt{2}}{2}}", r"\frac{1}{\sqrt{2}}", 1), (r"\boxed{18\text{ dollars}}", "#### 18", 1),
     (r"\boxed{\sqrt{16}}", "4", 0),  # only a number answers a number
-    ("95 + 65 =", "160", 0), ("95 + 65 = 160", "160", 1), (r"\boxed{x \le 4}", "4", 0),
-    (r"\boxed{x + 10}", "10", 0), (r"\boxed{[1,2]\cup(3,4)}", r"(1,2)\cup(3,4)", 0),
+    ("95 + 65 =", "160", 0), ("95 + 65 = 160", "160", 1), (r"\boxed{x \le 4}", "4", 0), (r"\boxed{x + 10}", "10", 0),
     (r"\boxed{(3,4)\cup(1,2)}", r"(1,2)\cup(3,4)", 1), (r"(\frac{\sqrt2}{2}, 3)", r"(\frac{1}{\sqrt2}, 3)", 1),
-    (r"\boxed{1}", r"\foo{3}", nan), ("no idea", r"\foo{3}", nan), (r"\boxed{\foo{3}}", "3", 0),
-    ("\\boxed{\ud800 + x}", "3", 0), ("9**9**9", "1", 0), (TOWER, "1", 0),
+    ("no idea", r"\foo{3}", nan), (r"\boxed{\foo{3}}", "3", 0), ("\\boxed{\ud800 + x}", "3", 0), (TOWER, "1", 0),
 ])  # fmt: skip
 def test_answers_match_with_math_verify(completion, gold, expected):
     assert answers_match(completion, gold) == pytest.approx(expected, nan_ok=True)
 
 
-@pytest.mark.parametrize(("n", "hostile"), [
-    (10, TOWER), (20, r"\boxed{\input{/etc/passwd}}"), pytest.param(30, r"\boxed{(10^8)!}", marks=pytest.mark.fuzz),
-])  # fmt: skip
+@pytest.mark.parametrize(("n", "hostile"), [(10, TOWER), (20, r"\boxed{\input{/etc/passwd}}")])
 def test_hostile_expression_is_wrong_within_the_limit_in_a_thread_and_the_next_one_is_scored(n, hostile):
     assert answers_match(rf"\boxed{{{n}+x}}", f"x+{n}") == 1  # the process is up: its start is not part of the limit
     handler = signal.getsignal(signal.SIGALRM)
@@ -234,10 +220,8 @@ def test_threads_get_the_answers_to_their_own_questions(stub_grader):
     grader = stub_grader("time.sleep(0.002); os._exit(3) if 'die' in text else 0; return [text]")
 
     def ask(i):
-        try:
+        with contextlib.suppress(ChildProcessError):
             return grader.ask("a", ("a", "b", "a", "b", "die")[i % 5], 5.0)
-        except ChildProcessError:
-            return None
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         assert list(pool.map(ask, range(30))) == [True, False, True, False, None] * 6
@@ -267,7 +251,7 @@ def test_missing_math_verify_is_named_and_so_is_a_limit_that_is_no_time(monkeypa
     with pytest.raises(ImportError, match="pip install math-verify"):
         answers_match(r"\boxed{x}", "x - 1 + 1 + 0")
     assert answers_match("0.5", "1/2") == 1  # numbers do not need it
-    for limit in (0.0, math.inf, nan):
+    for limit in (0.0, math.inf):
         with pytest.raises(ValueError, match=f"limit = {limit}.* positive and finite"):
             answers_match(r"\boxed{x}", "x + 0", limit=limit)
 
@@ -296,22 +280,14 @@ print(answers._grader.child.pid, flush=True)
 answers.answers_match(rf"\boxed{{{sys.argv[1]}+x}}", "x+1", limit=5.0)
 """)
     run = "import runpy, sys; sys.path.pop(0); runpy.run_path('train.py', run_name='__main__')"
-    (tmp_path / "run.py").write_text(run)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "stub"), str(ROOT)])}
     options = dict(cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=environment)
-    runs = {mode: subprocess.Popen([sys.executable, "run.py", mode], **options) for mode in ("exit", "hang")}
+    runs = {mode: subprocess.Popen([sys.executable, "-c", run, mode], **options) for mode in ("exit", "hang")}
     graders = [int(run.stdout.readline()) for run in runs.values()]
-
-    def wait_for(happened):
-        deadline = time.monotonic() + 60
-        while not happened():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-    wait_for((tmp_path / "hangs").exists)
+    wait_for((tmp_path / "hangs").exists, 60)
     runs["hang"].kill()  # in the middle of an evaluation
     assert [run.wait(timeout=60) for run in runs.values()] == [0, -signal.SIGKILL]
-    wait_for(lambda: not any(map(is_running, graders)))
+    wait_for(lambda: not any(map(is_running, graders)), 60)
     assert [(tmp_path / mode).read_text() for mode in runs] == ["started\n"] * 2
 
 
@@ -326,12 +302,9 @@ def test_math_match_numeric_match_and_exact_match():
 
 
 @pytest.mark.parametrize(("completion", "accepted", "expected"), [
-    ("The number is 21.", ["14", "21"], 1), ("14", ["14", "21"], 1),
-    ("first 14, then 15", ["14", "21"], 0),  # one answer, the last number
-     ("x, y = 14", ["14"], 0), ("x = 14", ["14"], 1), (r"\boxed{14\text{ m}}", ["14"], 1),
-    ("7 + 7", ["14", "21"], 0),  # only numbers answer numbers
-    ("", ["14"], 0), ("0.5", [8, 0.5], 1), ("8", [8.0, "1/2"], 1), ("50%", [8, "1/2"], 1),
-    ("Rome", ["Paris", "Rome", 3], 1), ("rome", ["Paris", "Rome", 3], 1), ("b", ["A", "B"], 0),
+    ("The number is 21.", ["14", "21"], 1), ("first 14, then 15", ["14", "21"], 0),
+    ("x, y = 14", ["14"], 0), (r"\boxed{14\text{ m}}", ["14"], 1), ("7 + 7", ["14", "21"], 0), ("", ["14"], 0),
+    ("0.5", [8, 0.5], 1), ("50%", [8, "1/2"], 1), ("rome", ["Paris", "Rome", 3], 1), ("b", ["A", "B"], 0),
     ("2, 1", ["(3, 4)", "1, 2"], 1),
     ("5", ["the long way", "#### 5"], nan),  # whatever the completion: what it makes right would count as wrong
     ("6", ["5", ""], nan), ("5", ["5", "see figure"], nan),
@@ -354,10 +327,9 @@ def test_math_match_of_rows_with_and_without_accepted():
 
 
 @pytest.mark.parametrize(("accepted", "message"), [
-    ([], r"row 1, .*'14': accepted is \[\]: .*at least one"), ("14, 21", "row 1, .*'14': accepted is '14, 21'"),
-    (14, "accepted is 14: must be a list"), ({"14": 1}, "must be a list"), (["14", ["21"]], r"accepted holds \['21'\]"),
+    ([], r"row 1, .*'14': accepted is \[\]: .*at least one"), ("14, 21", "accepted is '14, 21': must be a list"),
     (["14", None], "row 1, .*'14': accepted holds None: .*text or a finite number"), ([1, True], "accepted holds True"),
-    ([14, nan], "accepted holds nan"), ([14, -math.inf], "accepted holds -inf"),
+    ([14, nan], "accepted holds nan"),
 ])  # fmt: skip
 def test_unusable_accepted_answers_are_refused(accepted, message):
     with pytest.raises(ValueError, match=message):
@@ -394,10 +366,8 @@ def test_accepted_answers_are_not_read_again_for_every_right_answer(monkeypatch)
 
 
 @pytest.mark.parametrize(("text", "answer"), [
-    ("49", "49"), ("49.", "49"), ("The number is 49", "49"), (r"so \boxed{x = 49.0}", "49"), ("**+49**", "49"),
-    (r"\boxed{49\text{ m}}", "49"), ("50%", "1/2"), (r"\frac{2}{4}", "1/2"), ("-1,234", "-1234"), ("Paris", "Paris"),
-    ("(1, 2)", "(1, 2)"), (r"\boxed{x+1}", "x+1"), ("9" * 5000, "9" * 5000),  # too long for a number
-    ("<think>49", None), ("no idea", None),
+    (r"so \boxed{x = 49.0}", "49"), ("**+49**", "49"), ("50%", "1/2"), (r"\frac{2}{4}", "1/2"), ("Paris", "Paris"),
+    (r"\boxed{x+1}", "x+1"), ("9" * 5000, "9" * 5000), ("<think>49", None),  # too long for a number; no answer
 ])  # fmt: skip
 def test_normal_answer_has_one_form_for_a_number(text, answer):
     assert answers_module.normal_answer(text) == answer
@@ -405,10 +375,9 @@ def test_normal_answer_has_one_form_for_a_number(text, answer):
 
 @pytest.mark.parametrize(("text", "expected"), [
     ("<think>a\nb</think><answer>1</answer>", 1), ("\n<think>a</think>\n\n<answer>\n1\n</answer>\n", 1),
-    ("<think>x</think><think>y</think><answer>1</answer><answer>2</answer>", 0),
-    ("<think>x<answer>1</answer></think>", 0), ("<answer>1</answer><think>x</think>", 0),
-    ("well <think>x</think><answer>1</answer>", 0), ("<think>x</think> so <answer>1</answer>", 0),
-    ("<think>x</think><answer>1</answer>.", 0), ("<think>x</think><answer>1", 0), ("1", 0),
+    ("<think>x</think><think>y</think><answer>1</answer><answer>2</answer>", 0), ("<think>x</think><answer>1", 0),
+    ("<think>x<answer>1</answer></think>", 0), ("well <think>x</think><answer>1</answer>", 0),
+    ("<think>x</think> so <answer>1</answer>", 0), ("<think>x</think><answer>1</answer>.", 0),
 ])  # fmt: skip
 def test_format_reward(text, expected):
     assert rewards.format_reward([text], ["1"]) == [expected]
@@ -464,14 +433,12 @@ def test_score_adds_weighted_values_and_passes_the_columns():
 
 def test_values_of_any_number_type_become_floats_that_json_can_write():
     mixed = [np.float32(1), np.int64(0), True, torch.tensor(0.5)]
-    for values in (mixed, (1, 0, 1, 0.5), np.array([1, 0, 1, 0.5]), torch.tensor([1, 0, 1, 0.5])):
+    for values in (mixed, np.array([1, 0, 1, 0.5]), torch.tensor([1, 0, 1, 0.5])):
         assert json.dumps(run_score(values)[0].tolist()) == "[1.0, 0.0, 1.0, 0.5]"
 
 
 def test_nan_is_unscored_and_stays_in_its_row():
-    total, _ = run_score([1.0, nan, 0.0, 1.0])
-    assert total.isnan().tolist() == [False, True, False, False]
-    assert total[[0, 2, 3]].tolist() == [1, 0, 1]
+    assert run_score([1.0, nan, 0.0, 1.0])[0].tolist() == pytest.approx([1, nan, 0, 1], nan_ok=True)
     functions = [(constant([nan, 1], "first"), 1.0), (constant([1, nan], "second"), 1.0)]
     assert score(functions, ["a", "b"], ["1", "1"], {})[0].isnan().all()
     # a function that only reports cannot drop a row
@@ -480,9 +447,8 @@ def test_nan_is_unscored_and_stays_in_its_row():
 
 
 @pytest.mark.parametrize(("values", "got"), [
-    ([1.0], "1 values"), ([1.0] * 7, "7 values"), (torch.tensor(1.0), "one float"), (np.float32(1), "one float"),
-    (None, "one NoneType"), ("11111111", "one str"), (torch.ones(1, 8), "1 values"),
-    ({i: 1.0 for i in range(8)}, "one dict"), ((1.0 for _ in range(8)), "one generator"),
+    ([1.0] * 7, "7 values"), (torch.ones(1, 8), "1 values"), (torch.tensor(1.0), "one float"), (None, "one NoneType"),
+    ("11111111", "one str"), ({i: 1.0 for i in range(8)}, "one dict"), ((1.0 for _ in range(8)), "one generator"),
 ])  # fmt: skip
 def test_wrong_number_of_values_is_refused(values, got):
     with pytest.raises(ValueError, match=f"constant returned {got}, expected 8"):
@@ -490,8 +456,8 @@ def test_wrong_number_of_values_is_refused(values, got):
 
 
 @pytest.mark.parametrize("bad", [
-    None, "1.0", [1.0], {}, 1j, 10**400, 1e39, math.inf, -math.inf, np.inf, np.complex64(1), np.float16("inf"),
-    np.str_("1.0"), torch.ones(1), np.ones(1), torch.tensor(-math.inf), Decimal("1.0"),
+    None, "1.0", [1.0], 1j, 10**400, 1e39, -math.inf, np.complex64(1), np.float16("inf"), torch.ones(1), np.ones(1),
+    torch.tensor(math.inf), Decimal("1.0"),
 ])  # fmt: skip
 def test_value_that_is_no_finite_number_is_refused(bad):
     with pytest.raises(ValueError, match=r"(?s)constant is .* in row 2, 'completion 2': .*finite"):
@@ -522,8 +488,7 @@ def test_a_reward_function_may_change_its_arguments():
         columns["info"][0]["x"] = 2
         return [1.0, 0.0]
 
-    shared = ["a"]
-    completions, answers = ["a", "b"], ["1", "2"]
+    completions, answers, shared = ["a", "b"], ["1", "2"], ["a"]
     columns = {"level": [3, 4], "accepted": [shared, shared], "info": [{"x": 1}, None]}
     score([(greedy, 1.0), (functools.partial(greedy), 1.0)], completions, answers, columns)
     assert (completions, answers, shared) == (["a", "b"], ["1", "2"], ["a"])
@@ -566,9 +531,8 @@ def save_reward_model(folder, num_labels=1, template=None, base_only=False, **sp
     return str(folder)
 
 
-def load_reward_model(folder):
-    """In float64: scores are rounded to fp32 at the end alone."""
-    return rewards.RewardModel(folder, "cpu", torch.float64)
+# in float64: scores are rounded to fp32 at the end alone
+load_reward_model = functools.partial(rewards.RewardModel, device="cpu", dtype=torch.float64)
 
 
 def score_by_hand(model, *ids):

@@ -12,9 +12,6 @@ import torch
 from bounds import assert_rounded, rounding
 from conftest import build_model, tiny_model
 from test_sampling import reference
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers import models as tokenizer_models
-from transformers import PreTrainedTokenizerFast
 
 from common import attention, head, logprobs, losses, models
 from common.engine import Engine
@@ -155,8 +152,6 @@ def make_batch(lengths, group_size=1, prompt_lengths=None) -> RolloutBatch:
     )  # fmt: skip
 
 
-# --- who decodes ---
-
 UNSERVED = {
     "falcon": ({}, "attention interface of transformers"), "mistral": (dict(sliding_window=8), "windows of 8 tokens"),
     "mixtral": (dict(experts_implementation="eager"), "mixture of experts"),
@@ -197,9 +192,6 @@ def test_windows_shorter_than_a_sequence_are_left_to_transformers(capsys, window
             assert full_logits(plain, prompt, completion).argmax(-1).tolist() == completion
     said = [line for line in lines(capsys) if f"21 tokens are longer than its sliding windows of {window}" in line]
     assert len(said) == (served == (True, False))  # once, when it begins
-
-
-# --- shape of a rollout ---
 
 
 @EACH_WAY
@@ -247,16 +239,11 @@ def test_all_sequences_may_end_at_the_first_token_or_none(policies, family, engi
     assert len(seen) == length  # nothing is computed after the last token
 
 
-# --- the distribution sampled from ---
-
-
 @EACH_WAY
 @pytest.mark.parametrize("options", [
     dict(temperature=0.8, top_k=20, top_p=0.9, min_p=0.05, suppressed_ids=[30, 31], min_new_tokens=2),
-    dict(temperature=0, suppressed_ids=[7, 30, 31], min_new_tokens=3),
-    *(pytest.param(options, marks=pytest.mark.families) for options in (
-        dict(temperature=0.6), dict(top_k=5), dict(top_p=0.6), dict(min_p=0.3), dict(min_new_tokens=4),
-        dict(suppressed_ids=[7, 30, 31, 40, 41, 42, 50, 60]))),
+    dict(temperature=0, suppressed_ids=[7, 30, 31], min_new_tokens=3), dict(temperature=0.6),
+    *(pytest.param(options, marks=pytest.mark.families) for options in (dict(top_p=0.6), dict(min_new_tokens=4))),
 ], ids=str)  # fmt: skip
 def test_log_probs_are_those_of_the_distribution_sampled_from(policies, family, engine, options):
     model, end_ids = policies[family], [3, *range(20, 28)]
@@ -280,14 +267,6 @@ def test_log_probs_are_those_of_the_distribution_sampled_from(policies, family, 
     assert completions(batch) != completions(rollout(model, engine=engine, group_size=3, end_ids=end_ids))
 
 
-@pytest.mark.parametrize("engine", [True, False])
-def test_the_whole_vocabulary_can_be_sampled(engine):
-    flat = tiny_model("qwen2", vocab_size=200, num_hidden_layers=1, initializer_range=0.02)  # close to uniform
-    batch = rollout(flat, [[5, 6, 7]], engine, group_size=4000, max_new_tokens=1)
-    # each of 200 tokens is missed with probability e^-20; a top-k of 50 would give 50
-    assert batch.completion_ids.unique().numel() == 200
-
-
 @EACH_WAY
 def test_settings_in_the_generation_config_are_ignored(policies, family, engine):
     model = copy.deepcopy(policies[family])
@@ -296,17 +275,11 @@ def test_settings_in_the_generation_config_are_ignored(policies, family, engine)
     assert_equal(rollout(model, engine=engine, group_size=4), rollout(policies[family], engine=engine, group_size=4))
 
 
-# --- random numbers ---
-
-
-def test_members_of_a_group_differ(policies):
+def test_completions_of_a_group_or_of_a_prompt_that_comes_twice_differ(policies):
     before = torch.get_rng_state()
     batch = rollout(policies["qwen2"], PROMPTS[:1], group_size=16)
     assert len({tuple(row) for row in completions(batch)}) == 16
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_same_prompt_twice_gets_different_completions(policies):
     # in one process, and in two processes that each hold one of them
     batch = rollout(policies["qwen2"], [PROMPTS[0]] * 2, group_size=4)
     by_rank = [rollout(policies["qwen2"], [PROMPTS[0]], group_size=4, prompt_numbers=[rank]) for rank in range(2)]
@@ -327,22 +300,20 @@ def test_prompts_together_or_one_by_one_give_the_same_tokens(policies, family, e
 
 
 @pytest.mark.parametrize("rollout_batch", [1, 7, 100])
-def test_the_fallback_also_decodes_no_more_rows_at_once_than_allowed(policies, rollout_batch):
+def test_the_fallback_computes_no_more_rows_than_allowed_and_few_that_have_ended(policies, rollout_batch):
     model, prompts = copy.deepcopy(policies["qwen2"]), [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]]
-    which = dict(end_ids=[3, 30, 31], max_new_tokens=6)
+    which = dict(end_ids=list(range(30)), max_new_tokens=6, min_new_tokens=2)
     sampler = make_sampler(model, False, rollout_batch=rollout_batch, **which)
     seen = calls(model)
     batch = sampler.generate(prompts, group_size=3, temperature=1.0)
-    assert max(len(call["input_ids"]) for call in seen) == min(12, max(3, rollout_batch // 3 * 3))
+    sizes = [len(call["input_ids"]) for call in seen]
+    assert max(sizes) == min(12, max(3, rollout_batch // 3 * 3))
+    if rollout_batch == 100:  # one pass over the prompts, then all rows, then ever fewer
+        assert sizes[1:] == sorted(sizes[1:], reverse=True) and sizes[-1] <= 6 and batch.lengths.max() > 3
     assert_same(batch, rollout(model, prompts, False, group_size=3, **which))
 
 
-# --- replicas ---
-
-
-@pytest.mark.parametrize(("num_prompts", "num_replicas", "engine"), [
-    (9, 4, True), (3, 4, True), (1, 4, True), (5, 2, True), (5, 2, False),
-])  # fmt: skip
+@pytest.mark.parametrize(("num_prompts", "num_replicas", "engine"), [(9, 4, True), (3, 4, True), (5, 2, False)])
 def test_replicas_give_the_same_tokens_as_one_model(policies, num_prompts, num_replicas, engine):
     prompts = [PROMPTS[i % 3] + [i + 25] for i in range(num_prompts)]
     replicas = models.replicate(policies["qwen2"], (CPU,) * num_replicas)
@@ -371,9 +342,6 @@ def test_every_replica_takes_part(policies, capsys, engine):
     assert completions(after) == completions(rollout(model, group_size=2, max_new_tokens=3)) != completions(before)
 
 
-# --- from one rollout to the next ---
-
-
 @EACH_WAY
 def test_training_and_evaluation_share_a_sampler(policies, family, engine):
     model = copy.deepcopy(policies[family])
@@ -390,15 +358,6 @@ def test_training_and_evaluation_share_a_sampler(policies, family, engine):
             one.release()
         move(model)  # new weights, where the old ones were
         model.lm_head.weight.data = 0.9 * model.lm_head.weight.data  # and elsewhere, as after loading
-
-
-# --- the model is left as it was ---
-
-
-def checkpoint_activations(model):
-    # renamed in transformers 5.24
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
 
 
 def flags(model):
@@ -420,8 +379,9 @@ def traces(model) -> list[str]:
 @EACH_WAY
 def test_mode_and_settings_come_back_also_after_an_error(policies, family, engine, raises, training):
     replicas, attached = [copy.deepcopy(policies[family]) for _ in range(2)], []  # GPT-2 with its dropout of 0.1
-    for model in replicas:
-        checkpoint_activations(model)
+    for model in replicas:  # renamed in transformers 5.24
+        checkpoint = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        checkpoint({"use_reentrant": False})
         model.train(training)
     sampler, before = make_sampler(replicas, engine), flags(replicas[1])
     shapes = calls(replicas[1])
@@ -441,7 +401,7 @@ def test_mode_and_settings_come_back_also_after_an_error(policies, family, engin
 
 
 @EACH_WAY
-def test_ordinary_calls_of_the_model_give_what_they_gave_before(policies, tmp_path, family, engine):
+def test_ordinary_calls_of_the_model_give_what_they_gave_before(family, engine):
     plain = build_model(family).eval()
     model = copy.deepcopy(plain)
     sampler = make_sampler(model, engine)
@@ -457,22 +417,8 @@ def test_ordinary_calls_of_the_model_give_what_they_gave_before(policies, tmp_pa
             with torch.no_grad():  # the same operations in the same order
                 assert torch.equal(model(input_ids=ids, **kwargs).logits, plain(input_ids=ids, **kwargs).logits)
         sampler.generate(PROMPTS, group_size=2, temperature=1.0)
-    for name, one in (("sampled", model), ("plain", plain)):
-        one.save_pretrained(tmp_path / name)
-    saved, expected = ((tmp_path / name / "config.json").read_text() for name in ("sampled", "plain"))
-    assert saved == expected and attention.NAME not in saved
-
-
-def test_sequences_that_ended_are_no_longer_computed_in_the_fallback(policies):
-    model = copy.deepcopy(policies["gpt2"])
-    free = rollout(model, engine=False, group_size=8)
-    end_ids = sorted({*free.completion_ids[:, 1].tolist()} - {*free.completion_ids[0].tolist()})
-    sampler = make_sampler(model, False, end_ids=end_ids)
-    seen = calls(model)
-    lengths = sampler.generate(PROMPTS, group_size=8, temperature=1.0).lengths
-    sizes = [len(call["input_ids"]) for call in seen]
-    assert lengths[0] == 12 and (lengths > 2).sum() < 12  # most end at the second token, the first one does not
-    assert sizes[1] <= 24 and sizes[-1] <= 12 and sizes[1:] == sorted(sizes[1:], reverse=True)
+    saved = model.config.to_json_string()
+    assert saved == plain.config.to_json_string() and attention.NAME not in saved
 
 
 @pytest.mark.parametrize(("broken_before", "temperature"), [(True, 1.0), (False, 0), (False, 1.0)])
@@ -491,9 +437,6 @@ def test_broken_weights_stop_the_rollout(policies, family, engine, broken_before
     with pytest.raises(FloatingPointError, match="not finite"):
         sampler.generate(PROMPTS, group_size=2, temperature=temperature)
     assert all(module.training for module in model.modules()) and not traces(model)
-
-
-# --- adapters ---
 
 
 def with_adapters(dtype=torch.float64):
@@ -538,9 +481,6 @@ def test_a_policy_with_adapters_samples_as_if_they_were_merged(dtype, engine):
     assert_the_base_is_back()
 
 
-# --- text ---
-
-
 @pytest.mark.parametrize(("ids", "length", "truncated", "text"), [
     ([2, 4, 17, 3, 0, 0], 4, False, "<im_start> user 2"),  # end and padding go, other special tokens stay
     ([17, 18, 6, 12, 0, 0], 4, False, "2 3 \n"),  # another end token than the tokenizer's
@@ -552,28 +492,9 @@ def test_a_policy_with_adapters_samples_as_if_they_were_merged(dtype, engine):
 def test_texts(tokenizer, ids, length, truncated, text):
     batch = dataclasses.replace(make_batch([6]), completion_ids=torch.tensor([ids]), lengths=torch.tensor([length]),
                                 truncated=torch.tensor([truncated]))  # fmt: skip
-    assert batch.texts(tokenizer) == [text]
+    assert batch.texts(tokenizer) == [text] and batch.tokens[2].tolist() == [ids]  # text is not their inverse
     batch.drop(torch.tensor([True]))
     assert batch.texts(tokenizer) == [text]  # whole, also out of the loss
-
-
-def test_the_sampled_ids_are_kept_where_text_is_not_their_inverse():
-    # bytes as tokens: two tokens make one character, and encoding the text may give other tokens
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: i for i, symbol in enumerate([*alphabet, "he"])}
-    backend = Tokenizer(tokenizer_models.BPE(vocab=vocabulary, merges=[("h", "e")]))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
-    h, e = vocabulary["h"], vocabulary["e"]
-    half = tokenizer.encode("é")[:1]
-    ids = torch.tensor([[h, e], [h, *half]])
-    batch = dataclasses.replace(make_batch([2, 2]), completion_ids=ids, truncated=torch.tensor([True, True]))
-    assert tokenizer.encode("he") == [vocabulary["he"]]
-    assert batch.texts(tokenizer) == ["he", "h\N{REPLACEMENT CHARACTER}"]
-    assert batch.tokens[2].tolist() == [[h, e], [h, *half]]
-
-
-# --- from rollout to update ---
 
 
 def test_prompts_and_completions_are_put_together():
@@ -614,15 +535,14 @@ def test_what_moves_to_a_gpu_is_cut_without_waiting_for_it(packed):
         assert micro.teacher_states.shape == (len(micro), micro.lengths.max(), 7)
 
 
-@pytest.mark.parametrize("train_entropy", [True, False])
-def test_forward_and_backward_passes_wait_for_no_gpu(policies, train_entropy):
+def test_forward_and_backward_passes_wait_for_no_gpu(policies):
     # the host gives several GPUs their work in turn
-    policy = logprobs.LogProbs(copy.deepcopy(policies["qwen2"]), 1.0, train_entropy=train_entropy).to(META)
+    policy = logprobs.LogProbs(copy.deepcopy(policies["qwen2"]), 1.0, train_entropy=True).to(META)
     batch = make_batch([3, 1, 5, 2, 4], prompt_lengths=[2, 4, 1, 3, 3]).to(META)
     for micro in batch.minibatches(1, 20, True)[0]:
         logps_mC, entropy_mC = policy(*micro.tokens)
         ratio_m = losses.sequence_ratio(logps_mC, logps_mC.detach(), micro.completion_mask)
-        (ratio_m.sum() + entropy_mC.sum() * train_entropy).backward()
+        (ratio_m.sum() + entropy_mC.sum()).backward()
         assert logps_mC.shape == micro.completion_ids.shape
     assert policy.model.model.layers[0].mlp.up_proj.weight.grad.is_meta
 
@@ -679,7 +599,7 @@ def size_of(micro, packed) -> int:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("micro_batch_tokens", [1, 12, 17, 30, 1000])
+@pytest.mark.parametrize("micro_batch_tokens", [1, 17, 30, 1000])
 @pytest.mark.parametrize("num_minibatches", [1, 2, 11])
 def test_minibatches_hold_every_row_once(num_minibatches, micro_batch_tokens, packed):
     lengths, prompt_lengths = [3, 1, 5, 2, 2, 9, 1, 4, 7, 3, 6], [2, 3, 1, 8, 2, 6, 5, 5, 2, 1, 4]
@@ -706,49 +626,20 @@ def test_minibatches_hold_every_row_once(num_minibatches, micro_batch_tokens, pa
             assert size_of(more, packed) > micro_batch_tokens
 
 
-@pytest.mark.parametrize(("rows", "num_minibatches", "expected"), [
-    (8, 2, [range(4), range(4, 8)]), (5, 2, [range(3), range(3, 5)]), (3, 3, [[0], [1], [2]]), (4, 1, [range(4)]),
-])  # fmt: skip
-def test_minibatches_that_are_blocks_hold_neighbouring_rows(rows, num_minibatches, expected):
-    batch = make_batch([1 + (3 * i) % 7 for i in range(rows)])
-    minibatches = batch.minibatches(num_minibatches, 12, True, in_turn=False)
-    found = [sorted(torch.cat([micro.rows for micro in minibatch]).tolist()) for minibatch in minibatches]
-    assert found == [list(block) for block in expected]
+@pytest.mark.parametrize(("rows", "expected"), [(8, [[0, 1, 2, 3], [4, 5, 6, 7]]), (5, [[0, 1, 2], [3, 4]])])
+def test_minibatches_that_are_blocks_hold_neighbouring_rows(rows, expected):
+    minibatches = make_batch([1 + (3 * i) % 7 for i in range(rows)]).minibatches(2, 12, True, in_turn=False)
+    assert [sorted(row for micro in minibatch for row in micro.rows.tolist()) for minibatch in minibatches] == expected
 
 
 @pytest.mark.parametrize(("lengths", "packed", "expected"), [
     ([9, 1, 8, 2, 9, 1, 8, 2], False, [[9, 9], [8, 8], [2, 2, 1, 1]]),  # 2 * 10, 4 * 3; with one more row 3 * 9
-    ([9, 1, 8, 2, 9, 1, 8, 2], True, [[9, 9], [8, 8], [2, 2, 1, 1]]),
     ([9, 1, 1, 1, 1, 1], True, [[9, 1, 1, 1, 1, 1]]),  # 10 tokens, and 5 times 2
     ([9, 1, 1, 1, 1, 1], False, [[9, 1], [1, 1, 1, 1]]),  # padding counts where it is computed
 ])  # fmt: skip
 def test_sequences_of_similar_length_share_a_micro_batch(lengths, packed, expected):
     (minibatch,) = make_batch(lengths, prompt_lengths=[1] * len(lengths)).minibatches(1, 20, packed)
     assert [micro.lengths.tolist() for micro in minibatch] == expected
-
-
-def test_rows_carry_values_computed_for_the_whole_rollout_to_their_sequences():
-    advantages = torch.arange(6) * 1.5
-    for minibatch in make_batch([3, 1, 5, 2, 4, 6], group_size=3).minibatches(3, 1, True):
-        for micro in minibatch:
-            assert advantages[micro.rows].item() == (micro.completion_ids[0, 0] // 100).item() * 1.5
-
-
-def gspo_gradient(model, batch, advantages, num_minibatches, micro_batch_tokens, packed):
-    """Gradient of the GSPO loss, added up over everything, with values met by `rows`."""
-    policy = logprobs.LogProbs(model, 1.0)
-    assert policy.packed
-    policy.packed = packed
-    model.zero_grad()
-    for minibatch in batch.minibatches(num_minibatches, micro_batch_tokens, packed):
-        for micro in minibatch:
-            C = micro.completion_ids.shape[1]
-            logps, _ = policy(*micro.tokens)
-            old_logps = logps.detach() + 0.05 * torch.sin(micro.rows[:, None] + torch.arange(C))
-            ratio = losses.sequence_ratio(logps, old_logps, micro.completion_mask)
-            surrogate = losses.clipped_surrogate(ratio, advantages[micro.rows], 0.5, 0.5)
-            (-surrogate.sum() / len(batch)).backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -766,12 +657,19 @@ def test_the_gradient_does_not_depend_on_micro_batches_or_packing(policies, fami
     by_hand = {name: p.grad.clone() for name, p in model.named_parameters()}
     size = max(g.abs().max() for g in by_hand.values()).item()
     assert len(set(batch.lengths.tolist())) > 2 and size > 0.1
-    tokens = int(batch.lengths.sum())
-    for num_minibatches, micro_batch_tokens, packed in ((1, 1000, True), (2, 1000, False), (1, 50, True),
-                                                        (2, 30, False), (2, 1, True)):  # fmt: skip
-        part = gspo_gradient(model, batch, advantages, num_minibatches, micro_batch_tokens, packed)
-        for name in by_hand:  # fp32 is what passes through the head: sums over the vocabulary, 32 numbers, all tokens
-            assert_rounded(part[name], by_hand[name], terms=64 + 32 + tokens, magnitude=size, dtype=torch.float32)
+    policy, tokens = logprobs.LogProbs(model, 1.0), int(batch.lengths.sum())
+    assert policy.packed
+    for num_minibatches, micro_batch_tokens, packed in ((1, 1000, True), (2, 30, False), (2, 1, True)):
+        policy.packed = packed
+        model.zero_grad()
+        for micro in itertools.chain(*batch.minibatches(num_minibatches, micro_batch_tokens, packed)):
+            logps, _ = policy(*micro.tokens)  # what is known of a sequence is met by `rows`
+            old_logps = logps.detach() + 0.05 * torch.sin(micro.rows[:, None] + torch.arange(logps.shape[1]))
+            ratio = losses.sequence_ratio(logps, old_logps, micro.completion_mask)
+            (-losses.clipped_surrogate(ratio, advantages[micro.rows], 0.5, 0.5).sum() / len(batch)).backward()
+        for name, p in model.named_parameters():
+            # fp32 is what passes through the head: sums over the vocabulary, 32 numbers, all tokens
+            assert_rounded(p.grad, by_hand[name], terms=64 + 32 + tokens, magnitude=size, dtype=torch.float32)
 
 
 @EACH_WAY
@@ -780,9 +678,6 @@ def test_log_probs_of_a_rollout_belong_to_the_tokens_sampled(policies, family, e
     batch = rollout(policies[family], engine=engine, group_size=4, temperature=0.7, end_ids=[3, 30, 31])
     logps, _ = logprobs.LogProbs(policies[family], 0.7)(*batch.tokens)
     assert_rounded(logps, batch.rollout_logps, **NORMS)
-
-
-# --- prompts that the policy cannot read ---
 
 
 @EACH_WAY
@@ -809,9 +704,6 @@ def test_a_token_that_the_policy_does_not_have_is_refused(policies):
     for refuse in (sampler.require_fit, lambda prompts: sampler.generate(prompts, group_size=2, temperature=1.0)):
         with pytest.raises(ValueError, match="prompt 1 of 2 has token 64, but the policy has 64: its tokenizer"):
             refuse([[5, 6], [7, 64, 8]])
-
-
-# --- replacing rows ---
 
 
 @pytest.mark.parametrize("lengths", [[2, 6], [9, 1], [1, 1]], ids=str)

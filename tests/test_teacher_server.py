@@ -111,31 +111,20 @@ def own(folder):
         yield make
 
 
-def micro_batches(rows: int = 7, below: int = V, width: int = 40, cut: int = 60) -> list[rollout.RolloutBatch]:
+def micro_batches(rows: int = 7, below: int = V, cut: int = 60) -> list[rollout.RolloutBatch]:
     """Rows of very different lengths, cut as an update would."""
     generator = torch.Generator().manual_seed(1)
-    prompt_lengths = torch.randint(1, 9, (rows,), generator=generator)
-    lengths = torch.randint(1, 12, (rows,), generator=generator)
-    Q, C = int(prompt_lengths.max()), int(lengths.max())
-    prompt_mask = torch.arange(Q) >= Q - prompt_lengths[:, None]
-    mask = torch.arange(C) < lengths[:, None]
-    draw = torch.randint(4, below, (rows, Q + C), generator=generator)
-    batch = rollout.RolloutBatch(
-        prompt_ids=draw[:, :Q] * prompt_mask, prompt_mask=prompt_mask, completion_ids=draw[:, Q:] * mask,
-        sampled_mask=mask, completion_mask=mask, rollout_logps=torch.zeros(rows, C), prompt_lengths=prompt_lengths,
-        lengths=lengths, truncated=torch.zeros(rows, dtype=torch.bool), trained=torch.ones(rows, dtype=torch.bool),
-        rows=torch.arange(rows),
-    )  # fmt: skip
+    prompt_lengths = torch.randint(1, 9, (rows,), generator=generator).tolist()
+    lengths = torch.randint(1, 12, (rows, 1), generator=generator)
+    prompts = [torch.randint(4, below, (n,), generator=generator).tolist() for n in prompt_lengths]
+    completions = torch.randint(4, below, (rows, 11), generator=generator).where(torch.arange(11) < lengths, -1)
+    batch = rollout.assemble(prompts, 1, completions, torch.zeros(rows, 11), 0, [3])
     return [micro for minibatch in batch.minibatches(2, cut, True) for micro in minibatch]
 
 
 def request(**changes) -> tuple[dict, dict]:
     """Tensors and options of a request that is answered; `changes` replace some."""
-    tensors = {
-        "tokens": torch.arange(4, 14, dtype=torch.int32),
-        "prompt_lengths": torch.tensor([3, 2], dtype=torch.int32),
-        "completion_lengths": torch.tensor([1, 4], dtype=torch.int32),
-    }
+    tensors = dict(tokens=int32(*range(4, 14)), prompt_lengths=int32(3, 2), completion_lengths=int32(1, 4))
     options = dict(top_k=5, temperature=1.0)
     for name, value in changes.items():
         place = tensors if name in tensors or isinstance(value, torch.Tensor) else options
@@ -160,10 +149,9 @@ def test_top_k_is_that_of_the_models_own_logits(server, model, monkeypatch, top_
     client.fill(micros)
     K = min(top_k or shared, shared)
     for micro in micros:
-        for i, (Q, n) in enumerate(zip(micro.prompt_lengths.tolist(), micro.lengths.tolist(), strict=True)):
-            completion = micro.completion_ids[i, :n]
-            ids = torch.cat([micro.prompt_ids[i][micro.prompt_mask[i]], completion])
-            logits = model(ids[None]).logits[0, Q - 1 : -1, :shared]
+        for i, n in enumerate(micro.lengths.tolist()):
+            completion, prompt = micro.completion_ids[i, :n], micro.prompt_ids[i][micro.prompt_mask[i]]
+            logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1, :shared]
             expected = (logits / 0.7).log_softmax(-1)
             got = [getattr(micro, f"teacher_{name}")[i] for name in ("ids", "logps", "tail_logp", "token_logps")]
             ids, logps, tail_logp, token_logps = (x[:n] for x in got)
@@ -185,11 +173,6 @@ def test_numbers_do_not_depend_on_how_requests_are_cut(server):
         filled.append(torch.cat([logps[row] for row in sorted(logps)]))
     for other in filled[1:]:
         assert_near(other, filled[0])
-    one, other, client = micro_batches(), micro_batches(), server.client()
-    client.fill(one, 30)
-    client.fill(other, 30)
-    for a, b in zip(one, other, strict=True):  # one worker, the same requests in the same order: the same operations
-        assert all(torch.equal(*pair) for pair in zip(a.said, b.said, strict=True))
 
 
 def test_requests_that_wait_are_computed_together(own):
@@ -230,11 +213,10 @@ def test_what_the_server_says_of_itself(server, tokenizer):
     assert client.habits.items() >= teachers.habits(tokenizer).items()
     assert (client.vocabulary_size, client.max_top_k, client.shared, client.head) == (V, V, V, None)
     client.fill(micro_batches(1))
-    text = requests.get(f"{server.url}/metrics").text
-    samples = dict(re.fullmatch(r"(\w+(?:\{.*\})?) ([\d.e+-]+)", line).groups() for line in text.splitlines()
-                   if not line.startswith("# TYPE "))  # fmt: skip
-    assert float(samples['teacher_requests_total{endpoint="/info",status="200"}']) >= 1
-    assert float(samples["teacher_tokens_total"]) > 0 and float(samples["teacher_ready"]) == 1
+    lines = requests.get(f"{server.url}/metrics").text.splitlines()
+    samples = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+    assert samples['teacher_requests_total{endpoint="/info",status="200"}'] >= 1
+    assert samples["teacher_tokens_total"] > 0 and samples["teacher_ready"] == 1
 
 
 GENERATED = dict(numbers=torch.tensor([1, 2]), prompt_lengths=int32(8, 2), max_new_tokens=4)
@@ -249,17 +231,14 @@ GENERATED = dict(numbers=torch.tensor([1, 2]), prompt_lengths=int32(8, 2), max_n
     (dict(prompt_lengths=int32(), completion_lengths=int32()), "0 sequences"),
     (dict(tokens=int32(*range(55, 65))), "token ids from 55 to 64: must be from 0 to 63"),
     (dict(tokens=int32(*range(-1, 9))), "token ids from -1"), (dict(top_k=V + 1), "top_k = 65: must be from 1 to 64"),
-    (dict(top_k=20, shared=16), "top_k = 20: must be at most shared = 16"),
-    (dict(top_k=5, shared=9), "a completion token 13: must be below shared = 9"), (dict(shared=V + 1), "shared = 65"),
-    (dict(temperature=0.0), "temperature = 0.0"), (dict(temperature=math.nan), "temperature = nan"),
-    (dict(temperature="warm"), "temperature = 'warm': must be a number"),
-    (dict(temprature=0.5), "option 'temprature': must be one of deadline_seconds, "),
-    (dict(deadline_seconds=-1), "deadline_seconds = -1"),
-    (dict(tokens=torch.full((600,), 5, dtype=torch.int32), prompt_lengths=int32(1), completion_lengths=int32(599)),
+    (dict(top_k=20, shared=16), "top_k = 20: must be at most shared = 16"), (dict(shared=V + 1), "shared = 65"),
+    (dict(top_k=5, shared=9), "a completion token 13: must be below shared = 9"),
+    (dict(temperature=math.nan), "temperature = nan"), (dict(temperature="warm"), "temperature = 'warm'"),
+    (dict(temprature=0.5), "option 'temprature': must be one of "), (dict(deadline_seconds=-1), "deadline_seconds"),
+    (dict(tokens=int32(*[5] * 600), prompt_lengths=int32(1), completion_lengths=int32(599)),
      "a sequence of 600 tokens: must be at most 512"),
-    (GENERATED | dict(max_new_tokens=0), "max_new_tokens = 0"),
     (GENERATED | dict(max_new_tokens=600), "a sequence of 608 tokens"),
-    (GENERATED | dict(temperature=1e-40), "temperature = 1e-40: .* 1e-06"),
+    (GENERATED | dict(max_new_tokens=0), "max_new_tokens"), (GENERATED | dict(temperature=1e-40), "temperature"),
     (GENERATED | dict(numbers=int32(1, 2)), "numbers: torch.int32"),
 ])  # fmt: skip
 def test_a_request_that_cannot_be_answered_is_refused(server, changes, message):
@@ -282,34 +261,41 @@ def test_a_body_that_is_not_safetensors_or_too_long_and_an_answer_that_is_too_lo
 
 
 def test_top_k_above_the_limit_of_the_server_is_refused_at_the_start(own):
-    server = own(max_top_k=8)
-    for top_k, most in ((9, 9), (0, 64)):
-        with pytest.raises(ValueError, match=rf"top_k = {top_k}, which is {most} of 64 ids: .* sends at most 8"):
-            server.client(top_k=top_k)
+    with pytest.raises(ValueError, match=r"top_k = 0, which is 64 of 64 ids: .* at most 8"):
+        own(max_top_k=8).client(top_k=0)
 
 
 def test_a_port_for_other_machines_needs_a_token(monkeypatch):
     monkeypatch.delenv("RL_HAND_TEACHER_TOKEN", raising=False)
-    for host in ("0.0.0.0", "::"):
-        with pytest.raises(ValueError, match="without a token"):
-            Config(host=host)
-        Config(host=host, token="secret")
+    with pytest.raises(ValueError, match="without a token"):
+        Config(host="0.0.0.0")
     assert Config().host == "127.0.0.1"
     monkeypatch.setenv("RL_HAND_TEACHER_TOKEN", "secret\n")
     assert Config(host="0.0.0.0").secret == "secret"
 
 
 @pytest.mark.services
-def test_with_a_token_only_health_is_open(own):
+def test_with_a_token_only_health_is_open(own, monkeypatch, tmp_path):
     server = own(token="secret")
-    connection(server.url).wait_until_ready(10)
+    url = server.url
+    connection(url).wait_until_ready(10)
     for token in ("", "wrong"):
         for path in ("/info", "/vocabulary", "/metrics"):
             with pytest.raises(ValueError, match="status 401, the token is missing or wrong"):
-                connection(server.url, token=token).get(path)
+                connection(url, token=token).get(path)
         with pytest.raises(ValueError, match="status 401"):
-            connection(server.url, token=token).post(TOP_K, service.pack(*request()))
-    server.client(token="secret").fill(micro_batches())
+            connection(url, token=token).post(TOP_K, service.pack(*request()))
+    # no proxy is asked for loopback, and netrc does not replace the token
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login someone password else\n")
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    client = server.client(token="secret")
+    client.fill(micro_batches())
+    client.service._local = False  # as for another machine: the environment counts, but not this file
+    client.service._idle.clear()
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert client.vocabulary()
 
 
 @pytest.mark.services
@@ -366,16 +352,14 @@ def test_a_server_ends_when_its_model_hangs(capsys):
     assert "the model hangs: nobody has waited for what it computes for 0.1 s" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("error", "message"), [
-    (RuntimeError("shape of things"), "status 500, RuntimeError: shape of things"),
-    (torch.OutOfMemoryError("CUDA out of memory"), "status 507, out of memory: .* lower --max_batch_tokens"),
-])  # fmt: skip
-def test_an_error_of_the_model_is_said_after_three_tries_and_the_server_goes_on(server, monkeypatch, error, message):
-    with monkeypatch.context() as patch:
-        patch.setattr(server.teacher, "answer", fails := mock.Mock(side_effect=error))
-        with pytest.raises(RuntimeError, match=message):
-            server.client().fill(micro_batches())
-        assert fails.call_count == 3
+def test_an_error_of_the_model_is_said_after_three_tries_and_the_server_goes_on(server, monkeypatch):
+    for error, message in ((RuntimeError("shape of things"), "status 500, RuntimeError: shape of things"),
+                           (torch.OutOfMemoryError("CUDA"), "status 507, .* lower --max_batch_tokens")):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(server.teacher, "answer", fails := mock.Mock(side_effect=error))
+            with pytest.raises(RuntimeError, match=message):
+                server.client().fill(micro_batches())
+            assert fails.call_count == 3
     server.client().fill(micro_batches())
     monkeypatch.setattr(server.teacher, "bias", torch.full((V,), torch.nan))
     with pytest.raises(RuntimeError, match=r"status 500, .*not finite"):  # such numbers are never sent
@@ -408,8 +392,7 @@ def tamper_with_answers(monkeypatch, tamper) -> None:
 
 
 @pytest.mark.parametrize(("tamper", "message"), [
-    (lambda tensors: tensors | {name: tensors[name][:, :20] for name in ("ids", "logps")},
-     r"asked for 64 of 64 .* got .*logps: float32 \[\d+, 20\].* in place of .*logps: float32 \[\d+, 64\]"),
+    (lambda tensors: tensors | {k: tensors[k][:, :20] for k in ("ids", "logps")}, r"\[\d+, 20\].* in place of .*64\]"),
     (lambda tensors: {k: v for k, v in tensors.items() if k != "logps"}, r"got \{ids: [^}]*\], tail: "),
     (lambda tensors: {k: v[:-1] for k, v in tensors.items()}, r"asked for 64 of 64 .* at \d+ tokens"),
     (changed("token_logps", lambda x: x[1:]), "asked for 64 of 64"),
@@ -419,7 +402,6 @@ def tamper_with_answers(monkeypatch, tamper) -> None:
     (changed("logps", lambda x: x - 0.1), "add up to 1 only within 0.095"),
     (changed("ids", lambda x: x[:, [0, *range(63)]]), "an id stands twice among the top 64 of a token"),
     (changed("token_logps", lambda x: x + 5), r"of token \d+ does not agree with the top 64 .* must be -"),
-    (lambda tensors: {k: v.flip(0) for k, v in tensors.items()}, "does not agree with the top 64"),  # rows moved
 ])  # fmt: skip
 def test_an_answer_that_is_not_what_was_asked_for_is_an_error(server, monkeypatch, tamper, message):
     client = server.client(top_k=64)
@@ -467,11 +449,8 @@ def test_one_thread_looks_out_for_a_service_that_is_away(capsys):
 
 def test_patience_ends_and_says_what_to_do():
     with Flaky() as flaky:
-        client = connection(flaky.url, patience_s=0.4, workers=3)
-        start = time.monotonic()
-        with pytest.raises(
-            OutageError, match=rf"{flaky.url} stayed away for 0.4 s, last with: .*status 503.*same command"
-        ):
+        client, start = connection(flaky.url, patience_s=0.4, workers=3), time.monotonic()
+        with pytest.raises(OutageError, match=rf"{flaky.url} stayed away for 0.4 s, .*status 503.*same command"):
             client.each(lambda item: client.post("/work", item), [b"x"] * 9)
         assert time.monotonic() - start < 5
         assert flaky.counts["/work", False] <= 3  # the others were not sent into the outage
@@ -483,32 +462,15 @@ def test_patience_ends_and_says_what_to_do():
 
 @pytest.mark.services
 def test_what_recovery_finds_out_reaches_every_thread():
+    def post(item):
+        with pytest.raises(ValueError, match="another model"):
+            client.post("/work", item)
+
     with Flaky() as flaky:
-        client, errors = connection(flaky.url, workers=4), []
+        client = connection(flaky.url, workers=4)
         client.on_recovery = mock.Mock(side_effect=ValueError("another model"))
         threading.Timer(0.4, flaky.back.set).start()
-
-        def post(item):
-            try:
-                client.post("/work", item)
-            except ValueError as error:
-                errors.append(str(error))
-
         client.each(post, [b"x"] * 4)
-        assert errors == ["another model"] * 4
-
-
-@pytest.mark.services
-def test_no_proxy_is_asked_for_loopback_and_netrc_does_not_replace_the_token(own, monkeypatch, tmp_path):
-    (tmp_path / "netrc").write_text("machine 127.0.0.1 login someone password else\n")
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    client = own(token="secret").client(token="secret")
-    client.service._local = False  # as for another machine: the environment counts, but not this file
-    client.service._idle.clear()
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    assert client.vocabulary()
 
 
 @pytest.mark.services
@@ -519,7 +481,6 @@ def test_another_teacher_after_a_restart_is_refused(own, folder, tmp_path):
     other.save_pretrained(tmp_path)
     first = own()
     client = first.client(patience_s=10)
-    client.fill(micro_batches())
     first.stop()
     with ThreadPoolExecutor(1) as pool:
         filling = pool.submit(client.fill, micro_batches())  # into the outage
@@ -568,15 +529,15 @@ class Process:
 
 @pytest.fixture
 def start(folder, tmp_path):
-    started = []
+    with contextlib.ExitStack() as stack:
 
-    def start(port: int | None = None, source=folder, **options) -> Process:
-        started.append(Process(tmp_path / f"{len(started)}.txt", source, port or free_port(), **options))
-        return started[-1]
+        def start(port: int | None = None, source=folder, **options) -> Process:
+            port = port or free_port()
+            server = Process(tmp_path / f"{port}.txt", source, port, **options)
+            stack.callback(server.kill)
+            return server
 
-    yield start
-    for server in started:
-        server.kill()
+        yield start
 
 
 def free_port() -> int:
@@ -588,20 +549,19 @@ def free_port() -> int:
 @pytest.mark.services
 def test_sigterm_answers_what_is_waiting_and_refuses_what_is_new(start):
     server = start(max_batch_tokens=64)
-    client = connection(server.url)
+    client, body = connection(server.url), service.pack(*request())
     client.wait_until_ready(30)
-    long = service.pack(*request(tokens=torch.full((20_000,), 5, dtype=torch.int32),
-                                 prompt_lengths=torch.full((400,), 10, dtype=torch.int32),
-                                 completion_lengths=torch.full((400,), 40, dtype=torch.int32)))  # fmt: skip
+    lengths = dict(prompt_lengths=int32(*[10] * 400), completion_lengths=int32(*[40] * 400))
+    long = service.pack(*request(tokens=int32(*[5] * 20_000), **lengths))
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(client.once, "POST", TOP_K, long)]
         wait_for(lambda: server.metric("busy"))
-        asked.append(pool.submit(client.once, "POST", TOP_K, service.pack(*request())))
+        asked.append(pool.submit(client.once, "POST", TOP_K, body))
         wait_for(lambda: server.metric("waiting"))
         os.kill(server.process.pid, signal.SIGTERM)
         wait_for(lambda: requests.get(f"{server.url}/health").json() == {"status": "draining"})
         with pytest.raises(Unavailable, match="status 503, draining"):
-            client.once("POST", TOP_K, service.pack(*request()))
+            client.once("POST", TOP_K, body)
         sizes = [len(service.unpack(answer.result())[0]["logps"]) for answer in asked]
     server.process.join(20)
     assert sizes == [16_000, 5]
@@ -630,8 +590,7 @@ def test_start_teacher_returns_when_it_is_ready_and_stops_it_again(folder, tmp_p
 
     started = run("--log", log, "--", "--teacher_model", folder)
     try:
-        assert started.returncode == 0, started.stderr
-        assert f"teacher: http://127.0.0.1:{port}" in started.stdout
+        assert started.returncode == 0 and f"teacher: http://127.0.0.1:{port}" in started.stdout, started.stderr
         assert requests.get(f"http://127.0.0.1:{port}/health").json() == {"status": "ready"}
         again = run()
         assert again.returncode == 1 and "runs on port" in again.stderr

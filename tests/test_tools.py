@@ -141,14 +141,13 @@ def evaluate(monkeypatch, capsys, tmp_path):
 
 ROWS = [
     {"prompt": "what is 1 ?", "answer": "14", "accepted": ["14", "21", "28"]},
-    {"prompt": "what is 2 ?", "answer": "see figure"},
-    {"prompt": "what is 3 ?", "answer": "7"},
-]
-TEXTS = [["14", "14.", "The number is 21", "15", "no idea", "14"], ["1", "2", "3", "4", "5", "6"], ["8"] * 6]
+    {"prompt": "what is 2 ?", "answer": "see figure"}, {"prompt": "what is 3 ?", "answer": "7"},
+]  # fmt: skip
 
 
 def test_evaluate_reports_pass_at_k_and_diversity(evaluate):
-    result, lines = evaluate(ROWS, TEXTS, "--samples", "6", "--batch_size", "12")  # two prompts at a time
+    texts = [["14", "14.", "The number is 21", "15", "no idea", "14"], list("123456"), ["8"] * 6]
+    result, lines = evaluate(ROWS, texts, "--samples", "6", "--batch_size", "12")  # two prompts at a time
     # 4 of 6 and 0 of 6 are right; the prompt in the middle has no score
     expected = {"accuracy": 1 / 3, "pass@1": 1 / 3, "pass@2": 7 / 15, "pass@4": 0.5, "pass@6": 0.5}
     expected |= {"examples": 2, "unscored": 1, "distinct": (5 + 1) / 2, "distinct_correct": (2 + 0) / 2}
@@ -196,7 +195,9 @@ def write_run(folder, steps=12, tail="", **extra):
     return folder
 
 
-def test_plot_overlays_runs_that_logged_different_things(plot, tmp_path, capsys):
+def test_plot_overlays_runs_that_logged_different_things_and_reads_steps_cut_off_repeated_or_saved(
+    plot, tmp_path, capsys
+):
     first = write_run(tmp_path / "first", kl_ref=0.1)
     second = write_run(tmp_path / "second", steps=1, kl_old=0.2, memory_gib=[], host_memory_gib=3.0)
     plot.main([str(first), str(second), "--out", str(tmp_path / "new/plot.png")])
@@ -208,9 +209,6 @@ def test_plot_overlays_runs_that_logged_different_things(plot, tmp_path, capsys)
     assert [x.tolist() for x in plot.series(rows, "memory_gib")] == [[0, 2], [3.0, 2.0]]
     assert len(plot.series(rows, "entropy")[0]) == 0
     assert plot.rolling_mean(torch.arange(1.0, 8.0).numpy()).tolist() == [1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0]
-
-
-def test_plot_reads_steps_that_were_cut_off_repeated_evaluated_or_saved(plot, tmp_path, capsys):
     cut = plot.read_metrics(write_run(tmp_path / "cut", tail='{"step": 12, "rew'))
     assert len(cut) == 12 and "last line is cut off" in capsys.readouterr().out
     # a line of a checkpoint belongs to its step, and one of a repeated step takes the place of the first
@@ -224,7 +222,6 @@ def test_plot_reads_steps_that_were_cut_off_repeated_evaluated_or_saved(plot, tm
 @pytest.mark.parametrize(("text", "error", "said"), [
     (None, FileNotFoundError, "does not exist"), (b"", ValueError, "no finished step"),
     (b'{"step": 0}\n{"step": "a", "reward": 0}\n', ValueError, "line 2 is not an object with a step"),
-    (b'{"step": 0}\n[1]\n', ValueError, "line 2 is not an object with a step"),
     (b'{"step": 0}\n\xff\xfe\n{"step": 1}\n', ValueError, "line 2 is not JSON"),
     (b'{"step": 7, "reward": "high"}\n', ValueError, "reward = 'high' in step 7"),
 ])  # fmt: skip
@@ -354,7 +351,6 @@ def test_gguf_refuses_what_would_break_training_and_what_it_cannot_read(tiny_ggu
 
 
 def test_layers_that_stay_are_spread_evenly_and_hold_both_ends():
-    assert dropping.kept_layers(30, 10) == [0, 3, 6, 10, 13, 16, 19, 23, 26, 29]
     for keep, total in itertools.combinations_with_replacement(range(2, 20), 2):
         kept = dropping.kept_layers(total, keep)
         gaps = {b - a for a, b in itertools.pairwise(kept)}

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Run, fork_script
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from common import toy
@@ -59,9 +58,6 @@ def accuracy(policy, tokenizer, repeats: int, **sampling) -> float:
     return sum(number == row["answer"] for number, row in zip(last, rows, strict=True)) / len(rows)
 
 
-# ---- task ----
-
-
 def test_answers_are_the_sorted_digits_and_splits_are_disjoint():
     train, test = toy.rows("train"), toy.rows("test")
     for row in train + test:
@@ -77,9 +73,6 @@ def test_rows_never_change_and_another_split_is_refused():
         assert [toy.rows(s)[0]["prompt"] for s in ("train", "test")] == ["sort 2 4 6 5 3", "sort 1 6 2 4 5"]
     with pytest.raises(ValueError, match=r"split='dev'.*\['test', 'train'\]"):
         toy.rows("dev")
-
-
-# ---- policy ----
 
 
 def test_size_type_and_token_ids(quick, tokenizer):
@@ -105,13 +98,10 @@ def test_chat_template(tokenizer):
     )
 
 
-@pytest.mark.parametrize("text", [PROMPT, "assorted users, 12 + 3 = 15?\n\n  (so be it!)", " ", ""])
-def test_decoding_gives_the_text_back(tokenizer, text):
+@pytest.mark.parametrize("text", [PROMPT, "assorted users, 12 + 3 = 15?\n\n  (so be it!)", ""])
+def test_decoding_gives_the_text_back_without_special_tokens(tokenizer, text):
     ids = tokenizer(text).input_ids
     assert tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == text
-
-
-def test_special_tokens_are_skipped_and_unknown_characters_kept_apart(tokenizer):
     ids = tokenizer("13479<|im_end|><pad><pad>").input_ids
     assert len(ids) == 8 and tokenizer.decode(ids, skip_special_tokens=True) == "13479"
     assert tokenizer("A1é").input_ids == [tokenizer.unk_token_id, *tokenizer("1").input_ids, tokenizer.unk_token_id]
@@ -158,9 +148,6 @@ def test_the_warm_start_leaves_room_to_learn_and_its_teacher_is_right_nearly_alw
     assert 0.1 < accuracy(policy, tokenizer, repeats=4, do_sample=True, temperature=1.0, top_k=0) < most
     assert accuracy(teacher, tokenizer, repeats=1, do_sample=False) > 0.9
     assert 1.5 * policy.num_parameters() < teacher.num_parameters() < 3e6
-
-
-# ---- cache ----
 
 
 def test_trained_once_then_cached(quick, capsys, monkeypatch, tmp_path):
@@ -224,32 +211,3 @@ def test_the_slower_of_two_builders_keeps_what_the_faster_made(quick, monkeypatc
     monkeypatch.setattr(toy, "_warm_started", overtaken)
     folder = toy.folder()
     assert (folder / "first").exists() and list(quick.iterdir()) == [folder]
-
-
-TOGETHER = """
-import os, sys, time
-from pathlib import Path
-from common import toy
-
-def ready(real=toy._tokenizer):  # the first thing that is done where there is no policy yet
-    place = Path(sys.argv[1])
-    (place / f"ready{os.environ['RANK']}").touch()
-    while len(list(place.glob("ready*"))) < 2:
-        time.sleep(0.001)
-    return real()
-
-toy.STEPS["toy"], toy._tokenizer = 2, ready
-print("folder", toy.folder())
-"""
-
-
-@pytest.mark.services
-def test_two_processes_at_once(quick, tmp_path):
-    (tmp_path / "together.py").write_text(TOGETHER)
-    outputs = [tmp_path / f"{rank}.txt" for rank in range(2)]
-    environment = {"RL_HAND_CACHE": str(quick)}
-    processes = fork_script(tmp_path / "together.py", [str(tmp_path)], outputs, environment)
-    Run(processes, outputs, tmp_path).wait().succeeded()
-    (folder,) = quick.iterdir()
-    assert [output.read_text().splitlines()[-1] for output in outputs] == [f"folder {folder}"] * 2
-    assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() > 1e6

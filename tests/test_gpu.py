@@ -242,8 +242,9 @@ def larger_model(device):
 def test_memory_that_is_released_is_free(cuda):
     sampler = flash_sampler(larger_model(cuda), **{**FIXED, "max_new_tokens": 256})
     engine = sampler.engines[0]
-    generate(sampler, group_size=16)
-    engine.release()
+    for _ in range(2):  # cuBLAS keeps a workspace of 32 MiB for each stream that it is first used on
+        generate(sampler, group_size=16)
+        engine.release()
     free = allocated()
     for _ in range(2):
         generate(sampler, group_size=16)  # 64 rows of 256 tokens, and 4 prompts of 9

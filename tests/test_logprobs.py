@@ -240,7 +240,10 @@ def compare_heads(inputs, temperature=1.0, softcap=None, compile=False, scale=1.
         assert one.dtype == leaf.dtype
         dtype, sizes = torch.finfo(leaf.dtype), (h.abs(), W.abs())
         bound = error * parts[name](P, *sizes) + (rounding(N + V) + 2 * dtype.eps) * parts[name](G.abs(), *sizes)
-        smallest = dtype.smallest_normal * dtype.eps / scale  # what fp16 can hold
+        # what fp16 can hold, of the result and of gradients of logits, which are scaled to head.LARGEST
+        smallest = dtype.smallest_normal * dtype.eps / scale
+        unit = 4 * max(map(abs, factors)) * grad.abs().max().item() / temperature / head.LARGEST if N else 0.0
+        bound = bound + dtype.smallest_normal * dtype.eps * unit * parts[name](torch.ones_like(G), *sizes)
         assert ((one.double() / scale - parts[name](G, h, W)).abs() <= bound + smallest).all(), name
 
 

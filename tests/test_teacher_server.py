@@ -473,7 +473,6 @@ def test_what_recovery_finds_out_reaches_every_thread():
         client.each(post, [b"x"] * 4)
 
 
-@pytest.mark.services
 def test_another_teacher_after_a_restart_is_refused(own, folder, tmp_path):
     models.load_frozen(str(folder), CPU, "fp32").save_pretrained(tmp_path)
     other = build_tokenizer()

@@ -95,11 +95,8 @@ FAST = {"gspo masked", "gspo clipped", "gspo resumed", "gspo_multigpu refresh", 
 @functools.cache
 def family() -> str:
     """What decides how this machine rounds."""
-    try:
-        lines = dict(re.findall(r"^(vendor_id|cpu family|model)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M))
-        processor = " ".join(lines.values())
-    except OSError:
-        processor = platform.processor()
+    text = Path("/proc/cpuinfo").read_text()
+    processor = " ".join(dict(re.findall(r"^(vendor_id|cpu family|model)\s*: (.*)$", text, re.M)).values())
     threads = os.environ.get("RL_HAND_TEST_THREADS", "1")
     return ", ".join([
         platform.machine(), processor, torch.backends.cpu.get_cpu_capability(), f"torch {torch.__version__[:6]}",
@@ -170,21 +167,16 @@ def record(run: Run) -> dict:
 
 def differences(found: dict, expected: dict, config: dict, elements: dict[str, int]) -> list[str]:
     """What a record shows that the expected one does not; exact if this family of machines has recorded it."""
-    exact = expected["weights"].get(family())
-    if exact:
-        same = {key: found[key] for key in ("lines", "samples", "sums")}
-        changed = [key for key in same if same[key] != expected[key]]
+    if exact := expected["weights"].get(family()):
+        changed = [key for key in ("lines", "samples", "sums") if found[key] != expected[key]]
         changed += ["weights"] * (found["weights"][family()] != exact)
-        if changed:
-            details = _first_lines(found["lines"], expected["lines"])
-            return [f"not bit for bit the recorded {', '.join(changed)}", *details]
-        return []
+        details = _first_lines(found["lines"], expected["lines"])
+        return [f"not bit for bit the recorded {', '.join(changed)}", *details] if changed else []
     problems, ended = metric_differences(found["lines"], expected["lines"], config)
     if problems or ended:
         return problems
-    steps = config["learning_rate"] * updates(config)
     for name, value in expected["sums"].items():
-        most = steps * (share() * elements[name] + 4)
+        most = config["learning_rate"] * updates(config) * (share() * elements[name] + 4)
         if not abs(found["sums"].get(name, float("nan")) - value) <= most:
             problems.append(f"{name}: signed sum {found['sums'].get(name)}, not {value} within {most:.2g}")
     return problems
@@ -239,9 +231,6 @@ def test_a_run_is_the_recorded_one(launcher, poster_options, tmp_path, pytestcon
         return
     problems = differences(found, load(name), config_of(run), elements)
     assert not problems, "\n".join(problems)
-
-
-# ---- the comparison can fail ----
 
 
 def other_sign(module) -> None:

@@ -1,6 +1,6 @@
 """Do the tests find faults? Puts 60 small ones into copies of this project, one at a time, and runs the tests on each.
 
-Run:  python scripts/dev/mutate.py --out faults.md                  all faults, and all tests but the slow ones
+Run:  python scripts/dev/mutate.py --out faults.md                  all faults, each against the fast tier
       python scripts/dev/mutate.py --out faults.md --first-only     only the test files that each fault names
       python scripts/dev/mutate.py --out faults.md --resume         goes on where a run ended
       python scripts/dev/mutate.py kl-sign rng-lost                 these alone

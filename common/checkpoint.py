@@ -29,8 +29,8 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common import config, distributed, lora, storage
+from common.batches import RolloutBatch
 from common.optim import AdamW
-from common.rollout import RolloutBatch
 
 STATE = "state.json"
 REFERENCE = "reference"  # folder of a refreshed reference inside a checkpoint

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import weakref
 from typing import Any
 
 import torch
@@ -270,3 +271,20 @@ def free_bytes(device: torch.device) -> int:
     allocated = torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated
     return min(free, _limits.get(device.index, free + allocated) - allocated)
+
+
+def host_memory(elements: int, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A block of CPU memory for copies; pinned, and thus fast, where the device is a GPU.
+
+    Args:
+        elements: of the block.
+        device: what it is copied from.
+        dtype: of the elements.
+    """
+    block = torch.empty(elements, dtype=dtype)
+    if device.type == "cuda" and elements:
+        # pin_memory=True would round up to a power of two: 2.0 GiB became 4.0
+        cudart = torch.cuda.cudart()
+        torch.cuda.check_error(cudart.cudaHostRegister(block.data_ptr(), block.nbytes, 0))
+        weakref.finalize(block, cudart.cudaHostUnregister, block.data_ptr())
+    return block

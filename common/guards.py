@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common import distributed
-from common.config import require
+from common.checks import require
 from common.metrics import Log
 
 EXIT_CODE = 3  # of a run that was stopped for a collapse: another start with the same options would not help

@@ -25,6 +25,8 @@ from transformers.models.qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl import Qwen3VLProcessor
 
+from common import sources
+
 PROCESSORS = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}
 SPECIALS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 
@@ -47,11 +49,9 @@ def load_processor(name: str | Path, max_pixels: int = 0) -> ProcessorMixin:
         ValueError: it is no model of these families, its tokenizer is another's, or `max_pixels` is below what the
             folder says is the least.
     """
-    from common import models  # which imports this module
-
     name = str(name)
-    tokenizer = models.load_tokenizer(name)
-    source = models.find(name)
+    tokenizer = sources.load_tokenizer(name)
+    source = sources.find(name)
     base = PROCESSORS[_family(source)]
     if missing := [token for token in SPECIALS if token not in tokenizer.get_vocab()]:
         raise ValueError(f"the tokenizer of {name!r} has no token {', '.join(missing)}: it is not that of the model")

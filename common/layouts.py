@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from common import config, devices
-from common.config import require
+from common.checks import require
 
 ROOT = Path(__file__).resolve().parents[1]
 CONSTANT = re.compile(r"^(POLICY|STUDENT|ROLLOUT|REFERENCE|REWARD|TEACHER|SIMILARITY)_GPU_IDS? *[:=]", re.MULTILINE)

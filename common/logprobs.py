@@ -210,7 +210,7 @@ def fill(
     Where memory does not suffice, fewer rows are computed at once, then and later; what is written is the same.
 
     Args:
-        micros: micro-batches (`rollout.RolloutBatch`) cut as the update will see them.
+        micros: micro-batches (`batches.RolloutBatch`) cut as the update will see them.
         field: "old_logps" or "ref_logps".
         policy: a `LogProbs`; or one for each `replica` that micro-batches were dealt to.
         device: where it takes its input; or that of each.

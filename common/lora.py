@@ -8,7 +8,6 @@ Dims: r rank, I inputs and O outputs of a layer.
 
 import dataclasses
 import importlib.util
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from transformers.utils.peft_utils import find_adapter_config_file
 
 from common import images, merging
-from common.config import require
+from common.checks import require
 
 ALL = "all-linear"
 SEED = 0  # of new adapters: ranks have seeds of their own, and must begin with the same ones
@@ -247,28 +245,6 @@ def wrap_saved(model: PreTrainedModel, source: str) -> nn.Module:
         "name the model they were trained on as base_model_name_or_path in adapter_config.json",
     )
     return model
-
-
-def base_of(source: str) -> str | None:
-    """The model that saved adapters belong to.
-
-    Args:
-        source: a folder, or a hub id.
-
-    Returns:
-        Its name as saved with them; None if these are no adapters.
-
-    Raises:
-        ValueError: they do not name one, or are not LoRA.
-    """
-    file = find_adapter_config_file(source)
-    if file is None:
-        return None
-    saved = json.loads(Path(file).read_text(encoding="utf-8"))
-    kind, base = saved.get("peft_type"), saved.get("base_model_name_or_path")
-    require(kind == "LORA", f"{source}: adapters of type {kind}", "must be LORA", "merge them with the peft library")
-    require(bool(base), f"{source}: adapters", "must name their model", f"fill in base_model_name_or_path in {file}")
-    return base
 
 
 def save(model: nn.Module, folder: Path | str) -> None:

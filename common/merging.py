@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from common.config import require
-from common.devices import free_bytes
-from common.optim import host_memory
+from common.checks import require
+from common.devices import free_bytes, host_memory
 
 ROOM = 0.25  # of the free GPU memory: up to here, weights that are merged into are kept there and not in CPU memory
 

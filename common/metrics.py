@@ -16,8 +16,8 @@ import torch
 from tqdm import tqdm
 
 from common import advantages, devices, distributed, storage
+from common.batches import RolloutBatch
 from common.data import Example
-from common.rollout import RolloutBatch
 
 NUM_SAMPLES = 4  # prompts shown at a time in samples.jsonl
 IN_BAR = {"reward": "reward", "len": "completion_length", "clip": "clip_fraction", "div": "divergence",

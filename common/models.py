@@ -9,71 +9,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
 )
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging
 
-from common import images, logprobs, merging
+from common import images, logprobs, merging, sources
 from common import lora as adapters
-from common.config import require
+from common.checks import require
 from common.distributed import print_main
 
 logging.disable_progress_bar()  # bars of loading and saving would tear the one of the training
 ADAPTER_RATE = 1e-3  # the highest learning rate that nothing is said about when adapters are trained
 SMALL = 5_000_000  # parameters; below, a second thread gains little, and on busy cores threads wait for one another
-BUILT_IN = ("toy", "toy-teacher")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def find(name: str) -> str:
-    """Where a model comes from: "toy" and "toy-teacher" are built here, a folder is itself, anything else is a hub id.
-
-    Args:
-        name: "toy", "toy-teacher", a folder, or a hub id such as "Qwen/Qwen2.5-0.5B-Instruct".
-
-    Returns:
-        What transformers' from_pretrained takes.
-
-    Raises:
-        ValueError: it looks like a path, and nothing is there.
-    """
-    if name in BUILT_IN:
-        from common import toy
-
-        return str(toy.folder(name))
-    looks_like_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
-    folder = Path(name).expanduser()
-    if looks_like_path and not folder.is_dir():
-        raise ValueError(f"model {name!r}: no such folder; give an existing folder, a hub id, or 'toy'")
-    return str(folder) if folder.is_dir() else name
-
-
-def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The torch dtype of a configuration value.
-
-    Args:
-        dtype: "fp32", "bf16", "fp16", or "auto": bf16 on a GPU, fp32 on the CPU.
-        device: where the model will live.
-
-    Raises:
-        ValueError: another value.
-    """
-    if dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype = {dtype!r}: must be auto, {', '.join(DTYPES)}")
-    return DTYPES[dtype]
 
 
 def load_policy(
@@ -89,9 +43,9 @@ def load_policy(
     model without them; if `lora` is None, they are merged, and all weights are trained.
 
     Args:
-        name: see `find`.
+        name: see `sources.find`.
         device: where the weights go.
-        dtype: see `pick_dtype`.
+        dtype: see `sources.pick_dtype`.
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
         lora: train adapters like these; None: all weights.
 
@@ -103,8 +57,8 @@ def load_policy(
         ValueError: the model cannot be found, is of a kind the log-probabilities would be wrong for, or does not fit
             what `lora` asks for.
     """
-    tokenizer, source = load_tokenizer(name), find(name)
-    saved = adapters.base_of(source) if lora else None
+    tokenizer, source = sources.load_tokenizer(name), sources.find(name)
+    saved = sources.base_of(source) if lora else None
     base = saved or name
     model = _load(base, device, dtype, lora.bits if lora else 0)
     rows = model.get_input_embeddings().num_embeddings
@@ -120,7 +74,7 @@ def load_policy(
         require_finite(model, source)
         # a folder by its whole path: a run may be resumed from elsewhere
         folder = Path(base).expanduser()
-        where = str(folder.resolve()) if folder.is_dir() and base not in BUILT_IN else base
+        where = str(folder.resolve()) if folder.is_dir() and base not in sources.BUILT_IN else base
         model.peft_config["default"].base_model_name_or_path = where
     if gradient_checkpointing:
         # renamed in transformers 5.24; the old name goes in 6
@@ -133,9 +87,9 @@ def load_frozen(name: str, device: torch.device, dtype: str) -> PreTrainedModel:
     """Loads a model that is never trained: eval mode, no gradients.
 
     Args:
-        name: see `find`.
+        name: see `sources.find`.
         device: where the weights go.
-        dtype: see `pick_dtype`.
+        dtype: see `sources.pick_dtype`.
     """
     return _load(name, device, dtype).eval().requires_grad_(False)
 
@@ -144,9 +98,9 @@ def load_spread(name: str, devices: list[torch.device], dtype: str) -> PreTraine
     """Loads a frozen model over several GPUs, some of its layers on each, one GPU at work at a time.
 
     Args:
-        name: see `find`.
+        name: see `sources.find`.
         devices: GPUs, which share the weights about equally; one device: as `load_frozen`.
-        dtype: see `pick_dtype`.
+        dtype: see `sources.pick_dtype`.
 
     Raises:
         ValueError: as `load_policy`.
@@ -154,8 +108,8 @@ def load_spread(name: str, devices: list[torch.device], dtype: str) -> PreTraine
     if len(devices) == 1:
         return load_frozen(name, devices[0], dtype)
     room = {device.index: torch.cuda.mem_get_info(device)[0] for device in devices}
-    model = _read(name, pick_dtype(dtype, devices[0]), device_map="balanced", max_memory=room)
-    require_finite(model, find(name))
+    model = _read(name, sources.pick_dtype(dtype, devices[0]), device_map="balanced", max_memory=room)
+    require_finite(model, sources.find(name))
     logprobs.check_head(model)
     return model.eval().requires_grad_(False)
 
@@ -166,7 +120,7 @@ def require_finite(model: nn.Module, source: str) -> None:
 
     Args:
         model: on its devices, each of which reads its weights once.
-        source: what it was loaded from, as `find` gives it.
+        source: what it was loaded from, as `sources.find` gives it.
 
     Raises:
         ValueError: names the weight, and its file if `source` is a folder.
@@ -210,84 +164,6 @@ def fingerprint(model: nn.Module) -> str:
         some = numbers[:: max(1, len(numbers) // 64)]
         digest.update(some.float().cpu().numpy().tobytes())
     return digest.hexdigest()
-
-
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Loads a tokenizer that pads on the left.
-
-    Args:
-        name: see `find`; for adapters without a tokenizer it is that of their model.
-
-    Raises:
-        ValueError: there is none.
-    """
-    source = find(name)
-    base = adapters.base_of(source)
-    if base and Path(source).is_dir() and not (Path(source) / "tokenizer_config.json").is_file():
-        return load_tokenizer(base)
-    try:
-        declared = get_tokenizer_config(source).get("tokenizer_class")
-        # AutoTokenizer would take the usual class of the model type, and lose a tokenizer of one's own
-        loader = (
-            PreTrainedTokenizerFast if declared in ("PreTrainedTokenizerFast", "TokenizersBackend") else AutoTokenizer
-        )
-        tokenizer = loader.from_pretrained(source, padding_side="left", trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{_not_found(name)} ({error})") from error
-    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):  # made up for lack of a vocabulary
-        raise ValueError(_not_found(name))
-    return tokenizer
-
-
-def end_token_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
-    """Every token that ends a completion: the tokenizer's, the config's and those of the generation config.
-
-    Chat models often have two; a completion that goes on after the second would be trained on its own tail.
-
-    Args:
-        tokenizer: the policy's tokenizer.
-        model: the policy.
-
-    Returns:
-        Sorted token ids, at least one; those that the policy has no logits for are left out, with a warning.
-
-    Raises:
-        ValueError: there is none, or one is no whole number.
-    """
-    ids: set[Any] = set()
-    config = model.config.get_text_config()  # of a model that reads images; otherwise the config itself
-    for value in (tokenizer.eos_token_id, config.eos_token_id, model.generation_config.eos_token_id):
-        given = [v for v in (value if isinstance(value, (list, tuple)) else [value]) if v is not None]
-        odd = [v for v in given if not isinstance(v, int)]
-        require(not odd, f"eos_token_id = {value!r}", "must be token ids, whole numbers",
-                "correct it in config.json and generation_config.json of the model")  # fmt: skip
-        ids.update(given)
-    size = model.get_output_embeddings().weight.shape[0]
-    if beyond := sorted(i for i in ids if not 0 <= i < size):
-        print_main(f"warning: end tokens {beyond} are left out: the policy has logits for tokens 0 to {size - 1}")
-        ids -= set(beyond)
-    if not ids:
-        raise ValueError("tokenizer and model name no end token: set tokenizer.eos_token, or no completion ever ends")
-    turn_end = _turn_end(tokenizer)
-    if turn_end is not None and turn_end not in ids:
-        print_main(
-            f"warning: the chat template ends a reply with {tokenizer.convert_ids_to_tokens(turn_end)!r}, which ends "
-            "no completion here; if the policy writes it, set it as tokenizer.eos_token"
-        )
-    return sorted(ids)
-
-
-def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token that the chat template writes after a reply, if it writes one."""
-    if not tokenizer.chat_template:
-        return None
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "PROBE"}]
-    try:
-        after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("PROBE")[2].strip()
-    except (jinja2.TemplateError, TypeError, ValueError):  # not for such a chat: prompts will tell whether that matters
-        return None
-    special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return next((i for token, i in special.items() if token and after.startswith(token)), None)
 
 
 @contextmanager
@@ -419,19 +295,19 @@ def warn_learning_rate(
 
 
 def _load(name: str, device: torch.device, dtype: str, bits: int = 0) -> PreTrainedModel:
-    kind = pick_dtype(dtype, device)
+    kind = sources.pick_dtype(dtype, device)
     model = _read(name, kind, bits=bits, device_map={"": device}) if bits else _read(name, kind).to(device)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and model.num_parameters() < SMALL:
         torch.set_num_threads(1)
-    require_finite(model, find(name))
+    require_finite(model, sources.find(name))
     logprobs.check_head(model)
     return model
 
 
 def _read(name: str, dtype: torch.dtype, bits: int = 0, **options: Any) -> PreTrainedModel:
     """The model, dropout off, adapters merged; in CPU memory, or where the options of from_pretrained say."""
-    source = find(name)
-    base = adapters.base_of(source)
+    source = sources.find(name)
+    base = sources.base_of(source)
     if base:
         return merging.merge(adapters.wrap_saved(_read(base, dtype, bits, **options), source))
     if bits:
@@ -446,7 +322,7 @@ def _read(name: str, dtype: torch.dtype, bits: int = 0, **options: Any) -> PreTr
         options["output_loading_info"] = True
         model, found = kind.from_pretrained(source, dtype=dtype, trust_remote_code=False, **options)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{_not_found(name)} ({error})") from error
+        raise ValueError(f"{sources.not_found(name)} ({error})") from error
     except SafetensorError as error:
         raise ValueError(
             f"model {name!r}: a file of its weights is cut off or damaged ({error}); copy or download it again"
@@ -470,11 +346,3 @@ def _switch_dropout_off(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if "dropout" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
-
-
-def _not_found(name: str) -> str:
-    return (
-        f"model {name!r} is neither 'toy' or 'toy-teacher', nor a folder with config.json, weights and tokenizer, nor "
-        "a model that could be downloaded: check the name and the network, or download it and give the folder."
-        " Code that comes with a model is never run: it must be of a kind that transformers knows"
-    )

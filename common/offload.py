@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from common.devices import GIB, synchronize
-from common.optim import host_memory
+from common.devices import GIB, host_memory, synchronize
 
 
 class Offload:

@@ -18,10 +18,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from common import distributed, rollout, storage
-from common.config import require
+from common import batches, distributed, storage
+from common.batches import RolloutBatch
+from common.checks import require
 from common.data import Example
-from common.rollout import RolloutBatch
 
 
 def share(step: int, lmbda: float, ramp_steps: int) -> float:
@@ -65,7 +65,7 @@ def batch(
     cuts = [next((t for t, token in enumerate(ids, 1) if token in end_ids), len(ids)) for ids in completions]
     kept = [torch.tensor(ids[:cut]) for ids, cut in zip(completions, cuts, strict=True)]
     tokens_BC = pad_sequence(kept, True, -1).to(device)
-    return rollout.assemble(prompts, 1, tokens_BC, torch.zeros(tokens_BC.shape, device=device), pad_id, end_ids)
+    return batches.assemble(prompts, 1, tokens_BC, torch.zeros(tokens_BC.shape, device=device), pad_id, end_ids)
 
 
 def answers(

@@ -6,13 +6,14 @@ each rank keeps and updates its own part.
 """
 
 import math
-import weakref
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from common.devices import host_memory
 
 BUCKET_ELEMENTS = 2**26  # gradients in bf16 or fp16 are cast to fp32 this many at a time (256 MiB)
 STREAM_ELEMENTS = 2**24  # of a state in CPU memory this many are on the GPU at once (192 MiB), three times over
@@ -423,20 +424,3 @@ def _cut(sizes: list[int], most: int) -> list[list[tuple[int, int, int]]]:
             room -= end - start
             start = end
     return buckets
-
-
-def host_memory(elements: int, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A block of CPU memory for copies; pinned, and thus fast, where the device is a GPU.
-
-    Args:
-        elements: of the block.
-        device: what it is copied from.
-        dtype: of the elements.
-    """
-    block = torch.empty(elements, dtype=dtype)
-    if device.type == "cuda" and elements:
-        # pin_memory=True would round up to a power of two: 2.0 GiB became 4.0
-        cudart = torch.cuda.cudart()
-        torch.cuda.check_error(cudart.cudaHostRegister(block.data_ptr(), block.nbytes, 0))
-        weakref.finalize(block, cudart.cudaHostUnregister, block.data_ptr())
-    return block

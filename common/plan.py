@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from common import advice, devices, distributed, layouts, lora, shapes, sharding
-from common.config import require
+from common.checks import require
 from common.devices import GIB
 from common.footprint import USABLE, Gpu, Roles, Run
 

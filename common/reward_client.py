@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
-from common.config import require
+from common.checks import require
 from common.distributed import OutageError, print_main
 from common.service import PAUSES, Service
 

@@ -21,7 +21,7 @@ import torch
 import urllib3
 
 from common import background
-from common.config import is_loopback
+from common.checks import is_loopback
 from common.distributed import OutageError, print_main
 
 CONNECT_SECONDS = 5.0

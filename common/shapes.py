@@ -20,8 +20,8 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from common import images, lora, models
-from common.config import require
+from common import images, lora, sources
+from common.checks import require
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ def of(name: str, kind: str = "policy", targets: str = lora.ALL) -> Shape:
     """Reads the config of a model and counts.
 
     Args:
-        name: as in `models.find`, or the path of a config.json.
+        name: as in `sources.find`, or the path of a config.json.
         kind: "policy", for any causal language model; "reward", a classifier with one output; or "embedder".
         targets: which layers get adapters, as in `lora.targets`.
 
     Raises:
         ValueError: there is no such model, its config cannot be read, or the scripts could not load it.
     """
-    source = name if Path(name).is_file() else models.find(name)
+    source = name if Path(name).is_file() else sources.find(name)
     if kind == "embedder" and Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         source = str(next(Path(source).glob("*/config.json"), source))  # sentence-transformers has a folder per module
     elif Path(source).is_dir():
@@ -138,8 +138,8 @@ def base(source: str) -> str:
     Raises:
         ValueError: adapters that do not say which it is.
     """
-    name = lora.base_of(source)
-    return source if name is None else base(models.find(name))
+    name = sources.base_of(source)
+    return source if name is None else base(sources.find(name))
 
 
 @contextlib.contextmanager

@@ -16,9 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common import distributed
-from common.config import require
+from common.checks import require
 from common.logprobs import LogProbs
-from common.rollout import RolloutBatch
 
 
 def wanted(cfg: Any) -> bool:
@@ -112,11 +111,12 @@ def gather(model: nn.Module, whole: nn.Module) -> None:
         target.copy_(parts.to(target.dtype).full_tensor())
 
 
-def even(minibatches: list[list[RolloutBatch]]) -> None:
+def even(minibatches: list[list[Any]]) -> None:
     """Gives every rank the same number of micro-batches, since all of them compute each layer together; a collective.
 
     Args:
-        minibatches: of this rank; where others have more, rows that are not trained are added.
+        minibatches: of this rank, lists of micro-batches (`batches.RolloutBatch`); where others have more, rows that
+            are not trained are added.
     """
     counts = distributed.gather_objects([len(micros) for micros in minibatches])
     for micros, most in zip(minibatches, map(max, zip(*counts, strict=True)), strict=True):

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
-from common.config import require
+from common.checks import require
 
 LOCK = ".lock"  # in the folder of a run; the kernel holds it for the process, so that a kill leaves none behind
 READ_AT_ONCE = 2**24  # bytes

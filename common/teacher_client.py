@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from common.config import require
-from common.rollout import RolloutBatch
+from common.batches import RolloutBatch
+from common.checks import require
 from common.sampling import COLDEST
 from common.service import Service, pack, unpack
 

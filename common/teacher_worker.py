@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from common import distillation, divergences, head, models, rollout, service, teacher_client, teachers
-from common.config import require
+from common import distillation, divergences, head, models, rollout, service, sources, teacher_client, teachers
+from common.checks import require
 from common.sampling import COLDEST
 
 MAX_ANSWER = 2**31  # bytes of an answer
@@ -93,7 +93,7 @@ class Teacher:
             self.devices = [torch.device("cuda", i) for i in range(gpus)]
         self.model = models.load_spread(cfg.teacher_model, self.devices, cfg.dtype)
         self.compile = cfg.compile and len(self.devices) == 1
-        self.tokenizer = models.load_tokenizer(cfg.teacher_model)
+        self.tokenizer = sources.load_tokenizer(cfg.teacher_model)
         self.tokens = self.tokenizer.get_vocab()
         self.states = distillation.HiddenStates(self.model, 1.0, self.compile)
         output = self.model.get_output_embeddings()
@@ -262,7 +262,7 @@ class Teacher:
             while len(self.samplers) >= MOST_SAMPLERS:
                 del self.samplers[next(iter(self.samplers))]
             self.samplers[key] = rollout.Sampler(
-                [self.model], end_ids=models.end_token_ids(self.tokenizer, self.model), pad_id=0,
+                [self.model], end_ids=sources.end_token_ids(self.tokenizer, self.model), pad_id=0,
                 max_new_tokens=job.max_new_tokens, suppressed_ids=range(job.shared, V), compile=self.compile,
             )  # fmt: skip
         batch = self.samplers[key].generate([prompt.tolist() for prompt in job.prompts], group_size=1, seed=job.seed,

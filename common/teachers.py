@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from common import distillation, logprobs, models, rollout
-from common.config import require
+from common import batches, distillation, logprobs, models, rollout, sources
+from common.checks import require
 from common.data import Example
 from common.distributed import print_main
 from common.offload import Offload
@@ -45,9 +45,9 @@ class LocalTeacher:
         """Loads the model.
 
         Args:
-            name: as in `models.find`.
+            name: as in `sources.find`.
             where: its devices; over several the layers are spread.
-            dtype: as in `models.pick_dtype`.
+            dtype: as in `sources.pick_dtype`.
             temperature: divides its logits.
             compile: as in `logprobs.LogProbs`.
             tokens_only: `fill` writes log-probabilities of the tokens instead of hidden states.
@@ -55,7 +55,7 @@ class LocalTeacher:
         Raises:
             ValueError: the model cannot be loaded.
         """
-        self.name, self.tokenizer = name, models.load_tokenizer(name)
+        self.name, self.tokenizer = name, sources.load_tokenizer(name)
         self.model = models.load_spread(name, list(where), dtype)
         output = self.model.get_output_embeddings()
         self.device, self.vocabulary_size = self.model.device, len(output.weight)
@@ -78,7 +78,7 @@ class LocalTeacher:
         """Ids by token."""
         return self.tokenizer.get_vocab()
 
-    def fill(self, micros: Iterable[rollout.RolloutBatch], micro_batch_tokens: int) -> None:
+    def fill(self, micros: Iterable[batches.RolloutBatch], micro_batch_tokens: int) -> None:
         """Writes last hidden states [m, C, H], or log-probabilities of the tokens [m, C], into micro-batches.
 
         Args:
@@ -121,7 +121,7 @@ class LocalTeacher:
         """
         self.onload()
         if max_new_tokens not in self._samplers:
-            end_ids = models.end_token_ids(self.tokenizer, self.model)
+            end_ids = sources.end_token_ids(self.tokenizer, self.model)
             self._samplers[max_new_tokens] = rollout.Sampler(
                 [self.model], end_ids=end_ids, pad_id=end_ids[0], max_new_tokens=max_new_tokens,
                 suppressed_ids=range(self.shared, self.vocabulary_size), compile=self._compile,

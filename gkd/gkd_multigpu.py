@@ -21,10 +21,10 @@ import torch
 from transformers import set_seed
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import background, checkpoint, config, data, devices, distillation, distributed, guards, logprobs, lora
-from common import losses, memory, metrics, models, offload, offpolicy, optim, plan, profiling, rewards, rollout
-from common import teacher_client, teachers
-from common.config import require
+from common import background, budgets, checkpoint, checks, config, data, devices, distillation, distributed, guards
+from common import logprobs, lora, losses, memory, metrics, models, offload, offpolicy, optim, plan, profiling, rewards
+from common import rollout, rules, sources, teacher_client, teachers
+from common.checks import require
 
 STUDENT_GPU_IDS = (0,)  # student replicas; the first also holds the optimizer
 ROLLOUT_GPU_IDS = None  # None: the student's GPUs sample; or GPUs of their own for copies of the student that sample
@@ -113,11 +113,11 @@ class Config:
         return self.lmbda < 1 or self.lmbda_ramp > 1
 
     def __post_init__(self):
-        config.check(self)  # what holds for all scripts
-        config.at_least(self, 0, "teacher_top_k", "lmbda", "lmbda_ramp", "seq_kd_temperature")
-        config.at_least(self, 1, "n_server_workers")
-        config.above_zero(self, "loss_temperature", "teacher_patience")
-        config.one_of(self, loss=("reverse_kl", "forward_kl", "jsd", "opd"), aggregation=("token_mean", "seq_mean"))
+        rules.check(self)  # what holds for all scripts
+        checks.at_least(self, 0, "teacher_top_k", "lmbda", "lmbda_ramp", "seq_kd_temperature")
+        checks.at_least(self, 1, "n_server_workers")
+        checks.above_zero(self, "loss_temperature", "teacher_patience")
+        checks.one_of(self, loss=("reverse_kl", "forward_kl", "jsd", "opd"), aggregation=("token_mean", "seq_mean"))
         require(self.lmbda <= 1, f"lmbda = {self.lmbda}", "is a share, at most 1", "1 is on-policy in every step")
         require(0 < self.beta < 1, f"beta = {self.beta}", "must be between 0 and 1; the loss jumps at the ends",
                 "set loss to forward_kl (0) or reverse_kl (1)")  # fmt: skip
@@ -277,7 +277,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
     teachers.require_shared([*train_examples, *eval_examples], shared)
     grade = partial(score, tokenizer=tokenizer, functions=rewards)
     sampler = rollout.Sampler(
-        copies or trained, end_ids=models.end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id,
+        copies or trained, end_ids=sources.end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id,
         max_new_tokens=cfg.max_new_tokens, min_new_tokens=cfg.min_new_tokens, top_p=cfg.top_p, top_k=cfg.top_k,
         min_p=cfg.min_p, suppressed_ids=range(shared, num_ids), rollout_batch=cfg.rollout_batch, compile=cfg.compile,
     )  # fmt: skip
@@ -299,7 +299,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
         teacher.offload()
     done, position = start, prompts.position
     release = None if gpus.rollout else sampler.release  # copies may be sampling, and on other GPUs
-    budget = memory.Budget(cfg.micro_batch_tokens, str(planned), release=release)
+    budget = budgets.Budget(cfg.micro_batch_tokens, str(planned), release=release)
 
     def begin(step):
         """The prompts of a step and, if it is on-policy, a function that waits for their completions."""

@@ -25,8 +25,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.requests import ClientDisconnect
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import config, models, service, serving, teacher_client, teacher_worker
-from common.config import require
+from common import checks, config, service, serving, sources, teacher_client, teacher_worker
+from common.checks import require
 from common.teacher_worker import Refused, Teacher
 
 MAX_BODY = 2**26  # bytes of a request: 16 M tokens
@@ -51,11 +51,11 @@ class Config:
     deadline_seconds: float = 600.0  # a request that waited longer is not computed, unless it says otherwise
 
     def __post_init__(self):
-        config.at_least(self, 0, "max_top_k", "port")
-        config.at_least(self, 1, "max_batch_tokens", "max_queue")
-        config.at_least(self, 2, "max_tokens")
-        config.above_zero(self, "deadline_seconds")
-        config.one_of(self, dtype=("auto", *models.DTYPES), device=("auto", "cuda", "cpu"))
+        checks.at_least(self, 0, "max_top_k", "port")
+        checks.at_least(self, 1, "max_batch_tokens", "max_queue")
+        checks.at_least(self, 2, "max_tokens")
+        checks.above_zero(self, "deadline_seconds")
+        checks.one_of(self, dtype=("auto", *sources.DTYPES), device=("auto", "cuda", "cpu"))
         closed = bool(self.secret) or service.is_loopback(self.host)
         require(closed, f"host = {self.host!r} without a token", "whoever reaches the port could use the teacher",
                 "set RL_HAND_TEACHER_TOKEN on both sides")  # fmt: skip
@@ -79,7 +79,7 @@ def create_app(teacher: Teacher) -> FastAPI:
     async def watch(request: Request, call_next: Callable) -> Response:
         path, given = request.url.path, request.headers.get("Authorization", "").encode()
         host = serving.host_of(request.headers.get("Host", "")) or ""
-        if not (teacher.cfg.secret or config.is_loopback(host)):  # a web page that gave this machine a name of its own
+        if not (teacher.cfg.secret or checks.is_loopback(host)):  # a web page that gave this machine a name of its own
             text = f"this machine is not called {host!r:.80}: say 127.0.0.1, or set a token"
             answer = JSONResponse({"error": text}, 403)
         elif teacher.cfg.secret and path != "/health" and not hmac.compare_digest(given, expected):

@@ -16,10 +16,12 @@ import torch
 from transformers import set_seed
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
+from common import budgets, checks, rules, sources
 from common import advantages, background, checkpoint, config, data, devices, distributed, guards, logprobs, lora
-from common import losses, memory, metrics, models, optim, plan, profiling, reward_client, rewards, rollout
-from common.config import require
-from common.rewards import RewardModel, overlong_penalty
+from common import losses, metrics, models, optim, plan, profiling, reward_client, rewards, rollout
+from common.checks import require
+from common.reward_models import RewardModel
+from common.rewards import overlong_penalty
 
 POLICY_GPU_IDS = (0,)  # the policy's GPU
 REFERENCE_GPU_ID = 0  # frozen reference, loaded only if kl_coef > 0
@@ -116,11 +118,11 @@ class Config:
         return by_loss if self.advantage_scale == "auto" else self.advantage_scale
 
     def __post_init__(self):
-        config.check_rl(self)  # what holds for all scripts
-        config.at_least(self, 1, "grpo_epochs")
-        config.at_least(self, 0, "epsilon_low", "epsilon_high", "dual_clip", "entropy_coef")
-        config.above_zero(self, "cispo_cap")
-        config.one_of(self, loss=AGGREGATION, advantage_scale=("auto", "group", "batch", "none"),
+        rules.check_rl(self)  # what holds for all scripts
+        checks.at_least(self, 1, "grpo_epochs")
+        checks.at_least(self, 0, "epsilon_low", "epsilon_high", "dual_clip", "entropy_coef")
+        checks.above_zero(self, "cispo_cap")
+        checks.one_of(self, loss=AGGREGATION, advantage_scale=("auto", "group", "batch", "none"),
                       kl_estimator=("k1", "k2", "k3", "rho_k3"))  # fmt: skip
         require(self.dual_clip == 0 or self.dual_clip > 1, f"dual_clip = {self.dual_clip}", "must be above 1",
                 "3 is usual; 0 switches it off")  # fmt: skip
@@ -254,7 +256,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
         frozen = models.load_frozen(checkpoint.reference(resumed, cfg), gpus.reference, cfg.dtype)
         reference = logprobs.LogProbs(frozen, cfg.temperature, cfg.compile)
     if cfg.reward_model:
-        judge = RewardModel(cfg.reward_model, gpus.reward, models.pick_dtype(cfg.dtype, gpus.reward))
+        judge = RewardModel(cfg.reward_model, gpus.reward, sources.pick_dtype(cfg.dtype, gpus.reward))
     if cfg.reward_url:
         was = None if cfg.allow_reward_change else checkpoint.notes(resumed).get("reward_service")
         with checkpoint.save_on_outage(), distributed.together("find the reward service"):
@@ -268,7 +270,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
     if cfg.eval_data and cfg.eval_every:
         eval_examples = data.load_examples(cfg.eval_data, tokenizer, split="test", **reading)[: cfg.eval_examples]
     sampler = rollout.Sampler(
-        [model], end_ids=models.end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id,
+        [model], end_ids=sources.end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id,
         max_new_tokens=cfg.max_new_tokens, min_new_tokens=cfg.min_new_tokens, top_p=cfg.top_p, top_k=cfg.top_k,
         min_p=cfg.min_p, rollout_batch=cfg.rollout_batch, compile=cfg.compile,
     )  # fmt: skip
@@ -281,7 +283,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
     config.save(cfg, cfg.out_dir)
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
     watch = guards.Watch(GUARDS, cfg, log, start)
-    budget = memory.Budget(cfg.micro_batch_tokens, str(planned), release=sampler.release)
+    budget = budgets.Budget(cfg.micro_batch_tokens, str(planned), release=sampler.release)
     done, position, batch, unscored = start, prompts.position, None, checkpoint.unscored(resumed, home, cfg)
 
     def save(rollout=None):

@@ -77,8 +77,8 @@ from transformers import (
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from common import config, data, devices, layouts, metrics, models, optim, plan
-from common.config import require
+from common import config, data, devices, layouts, metrics, models, optim, plan, sources
+from common.checks import require
 
 SPECIALS = ["<pad>", "<unk>", "<end>"]  # the last three ids; the others are the words w0, w1, ...
 SHAPES = {  # model type, vocabulary, hidden, intermediate, layers, heads, key-value heads, positions, tied embeddings
@@ -260,7 +260,7 @@ class Shape:
 
 def shape_of(name: str) -> Shape:
     """The shape of a transformers folder, or of "toy", from its config alone."""
-    cfg = AutoConfig.from_pretrained(models.find(name), trust_remote_code=False)
+    cfg = AutoConfig.from_pretrained(sources.find(name), trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(cfg, trust_remote_code=False)
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
@@ -365,7 +365,7 @@ def summarise(
     numbers["sequences_per_second"] = statistics.median(sequences / line["seconds"] for line in lines)
     numbers["memory_gib"] = max((gib for line in lines for gib in line["memory_gib"]), default=None)
     numbers |= dict.fromkeys(("roofline_tokens_per_second", "roofline_share", "update_flops", "mfu"))
-    itemsize = models.pick_dtype(cfg["dtype"], pick_device(cfg["device"])).itemsize
+    itemsize = sources.pick_dtype(cfg["dtype"], pick_device(cfg["device"])).itemsize
     if bandwidth and setting.lengths == "fixed":
         sizes = cfg["batch_size"], cfg["group_size"], setting.prompt_tokens, setting.new_tokens
         numbers["roofline_tokens_per_second"] = sequences * bandwidth / decode_bytes(shape, *sizes, itemsize)
@@ -641,7 +641,7 @@ def time_generate(cfg: dict, prompts: str, min_new_tokens: int) -> dict[str, flo
     examples = data.load_examples(prompts, tokenizer, cfg["max_prompt_tokens"])[: cfg["batch_size"]]
     padded = tokenizer.pad({"input_ids": [example.prompt_ids for example in examples]}, return_tensors="pt").to(device)
     inputs = {name: padded[name].repeat_interleave(cfg["group_size"], 0) for name in ("input_ids", "attention_mask")}
-    ends, speeds = models.end_token_ids(tokenizer, model), []
+    ends, speeds = sources.end_token_ids(tokenizer, model), []
     for _ in range(3):
         devices.synchronize([device])
         began = time.perf_counter()

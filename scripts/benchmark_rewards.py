@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from common import config
+from common import checks, config
 from grpo.poster import synthetic
 
 POSTERS = 256  # different ones
@@ -43,9 +43,9 @@ class Config:
     workers: int = 0  # processes of the server that is started; 0: its default
 
     def __post_init__(self):
-        config.at_least(self, 1, "clients", "batch")
-        config.at_least(self, 0, "level", "workers")
-        config.above_zero(self, "seconds")
+        checks.at_least(self, 1, "clients", "batch")
+        checks.at_least(self, 0, "level", "workers")
+        checks.above_zero(self, "seconds")
 
 
 def bodies(cfg: Config) -> list[bytes]:

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import models
-from common.config import require
+from common import models, sources
+from common.checks import require
 
 
 def kept_layers(total: int, keep: int) -> list[int]:
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
     total = model.config.num_hidden_layers
     before = model.num_parameters()
     numbers = drop_layers(model, args.keep or max(2, -(-total // 2)))
-    tokenizer, student = models.load_tokenizer(args.teacher), Path(args.student)
+    tokenizer, student = sources.load_tokenizer(args.teacher), Path(args.student)
     student.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".drop-", dir=student.parent) as scratch:  # it appears when it is whole
         model.save_pretrained(f"{scratch}/model")

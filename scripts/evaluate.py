@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import data, models, rewards, rollout
+from common import data, models, rewards, rollout, sources
 from common.answers import normal_answer
 
 
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
     lines, prompts_at_once = [], max(1, args.batch_size // group_size)
     sampler = rollout.Sampler(
         [model],
-        end_ids=models.end_token_ids(tokenizer, model),
+        end_ids=sources.end_token_ids(tokenizer, model),
         pad_id=tokenizer.pad_token_id,
         max_new_tokens=args.max_new_tokens,
     )

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import images, lora, models
+from common import images, models, sources
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -23,18 +23,20 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("adapters", help="folder or hub id with adapter_config.json, such as a checkpoint")
     parser.add_argument("out", help="folder to be written")
-    parser.add_argument("--dtype", choices=models.DTYPES, help="of the weights saved (default: that of the base model)")
+    parser.add_argument(
+        "--dtype", choices=sources.DTYPES, help="of the weights saved (default: that of the base model)"
+    )
     args = parser.parse_args(argv)
     out = Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         parser.error(f"{out} exists already: choose another folder")
-    base = lora.base_of(models.find(args.adapters))
+    base = sources.base_of(sources.find(args.adapters))
     if base is None:
         parser.error(f"{args.adapters} holds no adapters (adapter_config.json): it is a model already")
     model = models.load_frozen(args.adapters, torch.device("cpu"), "fp32")  # first: it says what is wrong with the base
-    config = AutoConfig.from_pretrained(models.find(base), trust_remote_code=False)
-    model = model.to(models.DTYPES.get(args.dtype) or config.dtype)
-    reader = images.load_processor if images.is_vlm(model.config) else models.load_tokenizer
+    config = AutoConfig.from_pretrained(sources.find(base), trust_remote_code=False)
+    model = model.to(sources.DTYPES.get(args.dtype) or config.dtype)
+    reader = images.load_processor if images.is_vlm(model.config) else sources.load_tokenizer
     reads = reader(args.adapters)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".merge-", dir=out.parent) as scratch:  # `out` appears when it is whole

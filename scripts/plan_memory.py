@@ -24,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import advice, devices, layouts, plan, sharding
-from common.config import require
+from common.checks import require
 from common.devices import GIB
 
 

@@ -13,8 +13,8 @@ import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import config
-from common.config import require
+from common import checks, config
+from common.checks import require
 from grpo.poster import toys
 
 # Qwen2.5-VL-Instruct, from its config.json files; heads have 128 dimensions
@@ -41,7 +41,7 @@ class Config:
     seed: int = 0  # of the weights
 
     def __post_init__(self):
-        config.one_of(self, shape=SHAPES, dtype=("bf16", "fp32"))
+        checks.one_of(self, shape=SHAPES, dtype=("bf16", "fp32"))
         require(not Path(self.output).exists(), f"output = {self.output!r}", "is there already", "give another folder")
 
 

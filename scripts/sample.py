@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import data, models, rollout
+from common import data, models, rollout, sources
 
 
 def lines_from_terminal() -> Iterator[str]:
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("--chat and --system_prompt need a chat template, and this tokenizer has none")
     sampler = rollout.Sampler(
         [model],
-        end_ids=models.end_token_ids(tokenizer, model),
+        end_ids=sources.end_token_ids(tokenizer, model),
         pad_id=tokenizer.pad_token_id,
         max_new_tokens=args.max_new_tokens,
         compile=False,  # a few completions are sooner ready without

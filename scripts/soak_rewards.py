@@ -27,7 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from common import config
+from common import checks, config
 from grpo.poster import synthetic
 
 PATIENCE = 300  # seconds for what takes a few, such as the next request
@@ -61,9 +61,9 @@ class Config:
     folder: str = ""  # a new one, for runs and logs; "": a temporary one
 
     def __post_init__(self):
-        config.at_least(self, 0, "kills", "away", "delay")
-        config.at_least(self, 1, "batch_size")
-        config.above_zero(self, "minutes")
+        checks.at_least(self, 0, "kills", "away", "delay")
+        checks.at_least(self, 1, "batch_size")
+        checks.above_zero(self, "minutes")
 
 
 class Soak:

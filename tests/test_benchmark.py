@@ -13,7 +13,7 @@ from conftest import ROOT
 from test_tools import load_script
 from transformers import Qwen2Config
 
-from common import data, devices, metrics, models, optim
+from common import data, devices, metrics, models, optim, sources
 
 pytestmark = pytest.mark.tools
 benchmark = load_script("benchmark")
@@ -159,7 +159,7 @@ def test_prompts_have_as_many_tokens_as_asked_for_and_end_tokens_make_geometric_
     made = (folder / "model.safetensors").stat().st_mtime_ns
     assert benchmark.make_model("tiny", num_ends, tmp_path) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == made
-    ends = models.end_token_ids(tokenizer, model)
+    ends = sources.end_token_ids(tokenizer, model)
     assert len(ends) == num_ends and tokenizer.eos_token_id in ends and tokenizer.pad_token_id not in ends
     torch.manual_seed(0)
     prompts = torch.randint(0, 500, (1, 8)).expand(200, 8)

@@ -20,7 +20,7 @@ from test_security import Marker
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from common import checkpoint, models, optim
-from common.rollout import RolloutBatch
+from common.batches import RolloutBatch
 
 CPU = torch.device("cpu")
 FILES = {

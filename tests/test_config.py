@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from common import config
-from common.config import changed, comments, parse, require, save
+from common import checks, rules
+from common.checks import require
+from common.config import changed, comments, parse, save
 
 
 @dataclass(frozen=True)
@@ -160,20 +161,20 @@ class Limited:
 
 
 @pytest.mark.parametrize(("check", "message"), [
-    (lambda cfg: config.at_least(cfg, 4, "rate", "count"), "rate = 0.5: must be at least 4; raise it"),
-    (lambda cfg: config.at_least(cfg, 4, "count"), "count = 3: must be at least 4; raise it"),
-    (lambda cfg: config.above_zero(replace(cfg, rate=0.0), "rate"), "rate = 0.0: must be above 0; raise it"),
-    (lambda cfg: config.one_of(cfg, kind=("b", "c")), "kind = 'a': must be one of ('b', 'c'); choose one of these"),
-    (lambda cfg: config.at_least(replace(cfg, rate=math.nan), 0, "rate"), "rate = nan: must be at least 0; raise it"),
-    (lambda cfg: config.no_longer_than_completions(replace(cfg, count=9), "count"), "at most max_new_tokens = 8"),
+    (lambda cfg: checks.at_least(cfg, 4, "rate", "count"), "rate = 0.5: must be at least 4; raise it"),
+    (lambda cfg: checks.at_least(cfg, 4, "count"), "count = 3: must be at least 4; raise it"),
+    (lambda cfg: checks.above_zero(replace(cfg, rate=0.0), "rate"), "rate = 0.0: must be above 0; raise it"),
+    (lambda cfg: checks.one_of(cfg, kind=("b", "c")), "kind = 'a': must be one of ('b', 'c'); choose one of these"),
+    (lambda cfg: checks.at_least(replace(cfg, rate=math.nan), 0, "rate"), "rate = nan: must be at least 0; raise it"),
+    (lambda cfg: rules.no_longer_than_completions(replace(cfg, count=9), "count"), "at most max_new_tokens = 8"),
 ])  # fmt: skip
 def test_a_field_outside_its_rule_is_named_and_fields_inside_pass(check, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         check(Limited())
-    config.at_least(Limited(), 0.5, "count", "rate")
-    config.above_zero(Limited(), "count", "rate")
-    config.one_of(Limited(), kind=("a", "b"))
-    config.no_longer_than_completions(replace(Limited(), count=8), "count")
+    checks.at_least(Limited(), 0.5, "count", "rate")
+    checks.above_zero(Limited(), "count", "rate")
+    checks.one_of(Limited(), kind=("a", "b"))
+    rules.no_longer_than_completions(replace(Limited(), count=8), "count")
 
 
 @pytest.mark.parametrize(("host", "alone"), [
@@ -181,4 +182,4 @@ def test_a_field_outside_its_rule_is_named_and_fields_inside_pass(check, message
     ("10.0.0.1", False), ("localhost.example.org", False),
 ])  # fmt: skip
 def test_which_hosts_nobody_else_sees(host, alone):
-    assert config.is_loopback(host) is alone
+    assert checks.is_loopback(host) is alone

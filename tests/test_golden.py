@@ -19,7 +19,7 @@ import torch
 from comparing import comparable, config_of, metric_differences, share, updates
 from conftest import ROOT, Run, reward, two_replicas
 
-from common import losses, rollout
+from common import batches, losses
 
 FOLDER = ROOT / "tests" / "golden"
 POSTER = ROOT / "grpo" / "poster" / "poster_grpo.py"
@@ -239,7 +239,7 @@ def other_sign(module) -> None:
 
 
 def other_index(module) -> None:
-    real = rollout.RolloutBatch.minibatches
+    real = batches.RolloutBatch.minibatches
 
     def minibatches(*arguments, **options):
         cut = real(*arguments, **options)
@@ -247,7 +247,7 @@ def other_index(module) -> None:
         first.rows = first.rows.roll(1)  # one row gets the advantage of the next
         return cut
 
-    rollout.RolloutBatch.minibatches = minibatches
+    batches.RolloutBatch.minibatches = minibatches
 
 
 @pytest.mark.parametrize("change", [dict(prepare=other_sign), dict(prepare=other_index), dict(seed=1)],

@@ -15,9 +15,10 @@ from conftest import TINY, assert_equal_weights, build_tokenizer, tiny_model
 from safetensors.torch import load_file
 
 from common import checkpoint, logprobs, losses, models, optim
+from common.batches import RolloutBatch, deal
 from common.cache import FlashCache, SdpaCache
 from common.embedder import Embedder
-from common.rollout import RolloutBatch, Sampler, deal
+from common.rollout import Sampler
 
 FAMILIES = ["qwen2", "gpt2"]
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15, 16, 17], [20], [21, 22, 23, 24, 25]]

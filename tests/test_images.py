@@ -17,7 +17,7 @@ from transformers.models.qwen2_vl import Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl import Qwen3VLForConditionalGeneration
 
-from common import head, images, logprobs, rollout
+from common import head, images, logprobs, rollout, sources
 from common import models as policies
 from common.logprobs import LogProbs
 
@@ -203,7 +203,7 @@ def batch_of(processor):
 def sampler_of(processor, model, fallback=False, num_replicas=1, **options):
     replicas = [model] if num_replicas == 1 else policies.replicate(model, (model.device,) * num_replicas)
     options = {"max_new_tokens": 6, "suppressed_ids": images.vision_ids(model)} | options
-    end_ids, pad_id = policies.end_token_ids(processor.tokenizer, model), processor.tokenizer.pad_token_id
+    end_ids, pad_id = sources.end_token_ids(processor.tokenizer, model), processor.tokenizer.pad_token_id
     sampler = rollout.Sampler(replicas, end_ids=end_ids, pad_id=pad_id, **options)
     assert all(sampler.engines)
     if fallback:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_checkpoint import Policy, weights_of
 from torch import nn
 
-from common import checkpoint, logprobs, lora, merging, models, optim, rollout
+from common import batches, checkpoint, logprobs, lora, merging, models, optim, rollout, sources
 from common.lora import Options
 from common.models import load_frozen, load_policy
 
@@ -78,7 +78,7 @@ def logits(model) -> torch.Tensor:
     return model(input_ids=IDS).logits.detach()
 
 
-def packed(model) -> rollout.RolloutBatch:
+def packed(model) -> batches.RolloutBatch:
     sampler = rollout.Sampler([model], end_ids=[3], pad_id=0, max_new_tokens=6)
     return sampler.generate([[5, 6, 7], [9, 8]], group_size=3, temperature=0.7)
 
@@ -136,8 +136,8 @@ def test_new_adapters_change_nothing_and_are_all_that_is_trained(family, dtype, 
     assert not any(layer.lora_B["default"].weight.any() for layer in layers)
     if dtype == "fp32":
         assert_rounded(logits(model), logits(base), terms=FORWARD_TERMS)
-    assert model.training and {p.dtype for p in model.parameters()} == {models.DTYPES[dtype]}
-    assert models.end_token_ids(tokenizer, model) == [3] and model.config.vocab_size == 64
+    assert model.training and {p.dtype for p in model.parameters()} == {sources.DTYPES[dtype]}
+    assert sources.end_token_ids(tokenizer, model) == [3] and model.config.vocab_size == 64
     logprobs.LogProbs(model, 1.0)(*packed(model).tokens)[0].sum().backward()
     for name, p in model.named_parameters():
         assert p.requires_grad == (p.grad is not None) == ("lora_" in name), name
@@ -342,13 +342,13 @@ def test_a_checkpoint_of_adapters_is_trained_further(model_folders, tmp_path, mo
     lora.save(resumed, tmp_path / "again")
     assert base_in(tmp_path / "again") == base_in(folder)
     # and without a tokenizer beside the adapters, that of the base model serves
-    assert models.load_tokenizer(str(tmp_path / "again")).get_vocab() == tokenizer.get_vocab()
+    assert sources.load_tokenizer(str(tmp_path / "again")).get_vocab() == tokenizer.get_vocab()
 
 
 @pytest.mark.parametrize("name", ["toy-teacher", "some-hub-id"])
 def test_the_built_in_model_and_hub_ids_keep_their_names(name, monkeypatch, model_folders):
-    find = models.find
-    monkeypatch.setattr(models, "find", lambda name: str(model_folders["qwen2"]) if "/" not in name[1:] else find(name))
+    find, folder = sources.find, str(model_folders["qwen2"])
+    monkeypatch.setattr(sources, "find", lambda name: folder if "/" not in name[1:] else find(name))
     assert reload(name, Options(2, 4.0)).peft_config["default"].base_model_name_or_path == name
 
 
@@ -415,7 +415,7 @@ def test_an_embedding_that_would_have_to_grow_is_refused(model_folders, tmp_path
 @pytest.mark.tools
 @pytest.mark.parametrize(("family", "dtype"), [("qwen2", None), ("gpt2", "bf16")])
 def test_merge_adapters_writes_an_ordinary_folder(family, dtype, saved, tmp_path, capsys):
-    out, kind = tmp_path / "merged", models.DTYPES[dtype or "fp32"]
+    out, kind = tmp_path / "merged", sources.DTYPES[dtype or "fp32"]
     merge_adapters(saved[family], out, *(["--dtype", dtype] if dtype else []))
     assert "M parameters" in capsys.readouterr().out
     tokenizer, model = load_policy(str(out), CPU, dtype or "fp32")

@@ -14,7 +14,19 @@ from comparing import assert_close
 from conftest import build_model, two_replicas
 from test_rollout import PROMPTS, assert_same, completions, fp64, make_sampler
 
-from common import distillation, distributed, logprobs, losses, memory, metrics, models, optim, rollout
+from common import (
+    batches,
+    budgets,
+    distillation,
+    distributed,
+    logprobs,
+    losses,
+    memory,
+    metrics,
+    models,
+    optim,
+    rollout,
+)
 
 CPU = torch.device("cpu")
 FULL = "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -127,11 +139,11 @@ def assert_same_update(one, other):
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_an_update_that_runs_out_of_memory_gives_what_a_smaller_one_gives(tmp_path, batch, capsys, backward):
-    enough = memory.Budget(25)
+    enough = budgets.Budget(25)
     small = update(tmp_path / "one", batch, 25, enough, lambda policy: limit(policy, 25))
     assert enough.tokens == 25
     released = []
-    budget = memory.Budget(1000, release=lambda: released.append(True))
+    budget = budgets.Budget(1000, release=lambda: released.append(True))
     large = update(tmp_path / "two", batch, 1000, budget, lambda policy: limit(policy, 40, backward))
     assert_same_update(small, large)
     # all of the first minibatch at once, then the half of it that did go well, and never again too much
@@ -150,7 +162,7 @@ def test_an_update_that_runs_out_of_memory_gives_what_a_smaller_one_gives(tmp_pa
 
 def test_nothing_of_a_failed_attempt_is_alive_in_the_next(batch):
     model, alive = build_model("qwen2"), []
-    policy, optimizer, budget = logprobs.LogProbs(model, 1.0), optim.AdamW(model, 1e-3), memory.Budget(1000)
+    policy, optimizer, budget = logprobs.LogProbs(model, 1.0), optim.AdamW(model, 1e-3), budgets.Budget(1000)
     (minibatch,) = batch.minibatches(1, 1000, True)
 
     def keep(module, args, output):
@@ -173,7 +185,7 @@ def test_nothing_of_a_failed_attempt_is_alive_in_the_next(batch):
 
 
 def test_what_is_no_lack_of_memory_goes_on():
-    budget = memory.Budget(1000)
+    budget = budgets.Budget(1000)
     for error in (RuntimeError("shapes do not match"), ValueError(FULL)):
         with pytest.raises(type(error)), budget.room():
             raise error
@@ -189,12 +201,12 @@ def test_what_is_no_lack_of_memory_goes_on():
 
 def test_what_does_not_fit_alone_ends_the_run_with_what_to_change(tmp_path, batch):
     with pytest.raises(memory.HopelessError, match=r"a single sequence of \d+ tokens does not fit") as caught:
-        update(tmp_path / "one", batch, 1000, memory.Budget(1000, "plan: 80 GiB"), lambda policy: limit(policy, 4))
+        update(tmp_path / "one", batch, 1000, budgets.Budget(1000, "plan: 80 GiB"), lambda policy: limit(policy, 4))
     text = str(caught.value)
     assert "gradient_checkpointing" in text and FULL in text and text.endswith("\nplan: 80 GiB")
     # ranks that compute together do not try again
     with pytest.raises(memory.HopelessError, match="set micro_batch_tokens to 500; or"):
-        update(tmp_path / "two", batch, 1000, memory.Budget(1000, redo=False), lambda policy: limit(policy, 40))
+        update(tmp_path / "two", batch, 1000, budgets.Budget(1000, redo=False), lambda policy: limit(policy, 40))
     model = build_model("qwen2")
     policy, sampler = logprobs.LogProbs(model, 1.0), make_sampler(model)
     limit_rows(model.get_decoder(), 0, RuntimeError("CUDA error: out of memory"))
@@ -280,10 +292,10 @@ def test_a_rollout_that_runs_out_of_memory_gives_the_same_completions(capsys, en
 
 
 def test_work_is_dealt_evenly():
-    assert rollout.deal([5, 9, 1, 4], 2) == [[1, 2], [0, 3]]  # 10 and 9
-    assert rollout.deal([1, 1, 1, 1, 1], 2) == [[0, 2, 4], [1, 3]]
-    assert rollout.deal([3], 3) == [[0], [], []] and rollout.deal([7, 2, 5], 1) == [[0, 1, 2]]
-    assert rollout.in_rounds(["abc", "", "d"]) == [(0, "a"), (2, "d"), (0, "b"), (0, "c")]
+    assert batches.deal([5, 9, 1, 4], 2) == [[1, 2], [0, 3]]  # 10 and 9
+    assert batches.deal([1, 1, 1, 1, 1], 2) == [[0, 2, 4], [1, 3]]
+    assert batches.deal([3], 3) == [[0], [], []] and batches.deal([7, 2, 5], 1) == [[0, 1, 2]]
+    assert batches.in_rounds(["abc", "", "d"]) == [(0, "a"), (2, "d"), (0, "b"), (0, "c")]
 
 
 @pytest.mark.parametrize(("num_replicas", "tokens"), [(2, 25), (3, 25), (3, 1000)])
@@ -298,9 +310,9 @@ def test_every_replica_gets_its_share_of_every_minibatch(batch, tokens, num_repl
 
 
 def test_several_replicas_learn_what_one_does(tmp_path, batch):
-    one = update(tmp_path / "one", batch, 60, memory.Budget(60))
+    one = update(tmp_path / "one", batch, 60, budgets.Budget(60))
     for number, inject in ((4, None), (2, lambda policy: limit(policy, 30, True))):
-        budget = memory.Budget(60)
+        budget = budgets.Budget(60)
         several = update(tmp_path / str(number), batch, 60, budget, inject, (CPU,) * number)
         assert_same_update(one, several)
         assert {micro.replica for minibatch in several.cut for micro in minibatch} == set(range(number))

@@ -10,9 +10,9 @@ import torch
 from bounds import rounding
 
 from common import metrics
+from common.batches import RolloutBatch
 from common.data import Example
 from common.metrics import Log, keep_lines
-from common.rollout import RolloutBatch
 
 CPU = torch.device("cpu")
 NAN = float("nan")

@@ -17,9 +17,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GPT2LMHeadModel, Qwen2Config
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
-from common import logprobs, models
-from common.models import end_token_ids, find, load_frozen, load_policy, load_spread, load_tokenizer, repair_padding
+from common import logprobs, models, sources
+from common.models import load_frozen, load_policy, load_spread, repair_padding
 from common.rollout import Sampler
+from common.sources import end_token_ids, find, load_tokenizer
 
 CPU = torch.device("cpu")
 FAMILIES = ["qwen2", "gpt2"]
@@ -135,9 +136,9 @@ def test_the_tokenizer_is_the_one_in_the_folder(model_folders, family):
 def test_pick_dtype(dtype, device, expected):
     if expected is None:
         with pytest.raises(ValueError, match="must be auto, fp32, bf16, fp16"):
-            models.pick_dtype(dtype, torch.device(device))
+            sources.pick_dtype(dtype, torch.device(device))
     else:
-        assert models.pick_dtype(dtype, torch.device(device)) == expected
+        assert sources.pick_dtype(dtype, torch.device(device)) == expected
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("qwen2", "fp32"), ("gpt2", "bf16")])
@@ -152,7 +153,7 @@ def test_the_policy_trains_in_its_dtype_and_the_frozen_model_does_not(model_fold
     assert policy.training and all(p.requires_grad for p in policy.parameters()) and tokenizer.padding_side == "left"
     assert not any(getattr(module, "gradient_checkpointing", False) for module in policy.modules())
     for model in (policy, load_frozen(folder, CPU, dtype), load_spread(folder, [CPU], dtype)):
-        assert_equal_weights(weights_of(model), weights_of(build_model(family).to(models.DTYPES[dtype])))
+        assert_equal_weights(weights_of(model), weights_of(build_model(family).to(sources.DTYPES[dtype])))
         assert model is policy or not (model.training or any(p.requires_grad for p in model.parameters()))
     captured = capsys.readouterr()
     assert captured.out == "" and "it/s" not in captured.err  # no progress bars

@@ -17,7 +17,7 @@ from conftest import ROOT, SCRIPTS, assert_equal_weights, build_model
 from safetensors.torch import load_file, save_file
 from test_rewards import save_reward_model
 
-from common import distillation, distributed, logprobs, lora, models, optim, rewards, rollout
+from common import batches, distillation, distributed, logprobs, lora, models, optim, reward_models
 
 CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf
@@ -25,10 +25,10 @@ MASTER = "master/model.embed_tokens.weight"
 CFG = SimpleNamespace(clip_range=(0.2, 0.2), kl_coef=0.1, kl_estimator="k3", temperature=1.0)
 
 
-def minibatches() -> list[list[rollout.RolloutBatch]]:
+def minibatches() -> list[list[batches.RolloutBatch]]:
     """Three of two sequences each, with all that a loss reads."""
     tokens = (torch.arange(30).view(6, 5) * 7) % 50 + 5
-    batch = rollout.assemble([[4, 5, 6]] * 6, 1, tokens, torch.zeros(tokens.shape), 0, [3])
+    batch = batches.assemble([[4, 5, 6]] * 6, 1, tokens, torch.zeros(tokens.shape), 0, [3])
     parts = batch.minibatches(3, 1000, True)
     for (micro,) in parts:
         micro.advantages = torch.tensor([1.0, -1.0])
@@ -48,7 +48,7 @@ class Trainer:
         self.policy = logprobs.LogProbs(self.model, 1.0)
         self.optimizer = optim.AdamW(self.model, 1e-3, offload=offload)
 
-    def step(self, minibatch: list[rollout.RolloutBatch], edit=lambda loss: loss) -> None:
+    def step(self, minibatch: list[batches.RolloutBatch], edit=lambda loss: loss) -> None:
         for micro in minibatch:
             loss, _ = functions_of("gspo")["gspo_loss"](self.policy, micro, CFG, len(micro))
             self.optimizer.scale(edit(loss)).backward()
@@ -258,7 +258,7 @@ def test_adapters_that_are_not_finite_are_refused(tmp_path, model_folders):
     save_reward_model(tmp_path / "scorer", unk_token="<unk>")  # and so is a reward model
     folder = spoiled(tmp_path / "bad scorer", "score.weight", NAN, tmp_path / "scorer")
     with pytest.raises(ValueError, match=rf"'{folder}': weight score\.weight of model.safetensors holds nan"):
-        rewards.RewardModel(folder)
+        reward_models.RewardModel(folder)
     options = lora.Options(4, 8.0, "all-linear", 0)
     _, model = models.load_policy(str(model_folders["qwen2"]), CPU, "fp32", lora=options)
     lora.save(model, tmp_path / "good")

@@ -11,7 +11,7 @@ from bounds import rounding
 from comparing import MEASURED, TERMS, assert_close, comparable
 from conftest import SCRIPTS, assert_equal_weights, reward
 
-from common import layouts, logprobs, losses, rollout
+from common import batches, layouts, logprobs, losses
 
 # One optimizer step per pass over a rollout, and four; micro-batches of several sequences
 ONE, FOUR = ({"num_minibatches": n, "gspo_epochs": 2, "micro_batch_tokens": 100} for n in (1, 4))
@@ -65,7 +65,7 @@ def test_the_first_minibatch_finds_its_old_log_probs_in_its_own_forward_pass(
     launcher, monkeypatch, tmp_path, script, options
 ):
     cut, filled, computed, ratios = [], {}, {"policy": [], "reference": [], "update": []}, []
-    minibatches, fill, forward = rollout.RolloutBatch.minibatches, logprobs.fill, logprobs.LogProbs.forward
+    minibatches, fill, forward = batches.RolloutBatch.minibatches, logprobs.fill, logprobs.LogProbs.forward
     sequence_ratio = losses.sequence_ratio
 
     def watched_minibatches(*args, **options):
@@ -86,7 +86,7 @@ def test_the_first_minibatch_finds_its_old_log_probs_in_its_own_forward_pass(
         ratios.append((torch.equal(logps, old_logps), ratio.tolist()))
         return ratio
 
-    monkeypatch.setattr(rollout.RolloutBatch, "minibatches", watched_minibatches)
+    monkeypatch.setattr(batches.RolloutBatch, "minibatches", watched_minibatches)
     monkeypatch.setattr(logprobs, "fill", watched_fill)
     monkeypatch.setattr(logprobs.LogProbs, "forward", watched_forward)
     monkeypatch.setattr(losses, "sequence_ratio", watched_ratio)

@@ -38,7 +38,7 @@ SOON = 20  # seconds, for what is answered at once, on however busy a machine
 SCORER = """
 import time
 from pathlib import Path
-from grpo.poster.scorers import ScorerError
+from grpo.poster.errors import ScorerError
 
 def score(images, metas):
     values = []

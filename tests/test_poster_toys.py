@@ -10,7 +10,7 @@ from bounds import assert_rounded
 from conftest import read_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import images, models
+from common import images, models, sources
 from grpo.poster import records, supervised, synthetic, toys
 
 NAMES = ("toy-poster", "toy-poster-vlm")
@@ -51,7 +51,7 @@ def test_the_text_model_is_an_ordinary_folder(folders):
 
 
 def test_the_tokenizer_gives_texts_back_and_is_short(folders):
-    tokenizer = models.load_tokenizer(str(folders["toy-poster"]))
+    tokenizer = sources.load_tokenizer(str(folders["toy-poster"]))
     for text in ("Nacht é 夏日 🎉\n\t", synthetic.gold(synthetic.record(3, 2)), synthetic.SCHEMA, ""):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     for row in synthetic.records(0, "test", 50):
@@ -153,7 +153,7 @@ def test_supervised_training_lowers_the_loss_and_saves_a_folder(folders, few, tm
 def test_the_loss_is_the_mean_over_the_tokens_of_the_posters(folders, few, tmp_path):
     """Against transformers' own cross-entropy, and the same however the batch is cut."""
     folder = folders["toy-poster"]
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), models.load_tokenizer(str(folder))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), sources.load_tokenizer(str(folder))
     usual = dict(policy_model=str(folder), train_data=few, batch_size=3, steps=1, device="cpu")
     losses = []
     for size in (8192, 100):

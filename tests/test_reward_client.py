@@ -16,7 +16,7 @@ from conftest import SCRIPTS, assert_equal_weights
 from servers import HTTPService
 from test_teacher_server import free_port
 
-from common import checkpoint, distributed, reward_client, rollout, service
+from common import batches, checkpoint, distributed, reward_client, rollout, service
 from common.distributed import OUTAGE_EXIT_CODE, OutageError
 from common.reward_client import RewardService
 from common.service import Service, Unavailable
@@ -296,7 +296,7 @@ Sampled = dataclasses.make_dataclass("Sampled", [(name, type(value), value) for 
 
 
 def test_an_unscored_rollout_comes_back_as_it_was_if_it_is_still_wanted(tmp_path, capsys):
-    batch = rollout.assemble([[5, 6], [7]], 2, torch.tensor([[4, 3, -1], [9, 9, 9], [3, -1, -1], [8, 3, -1]]),
+    batch = batches.assemble([[5, 6], [7]], 2, torch.tensor([[4, 3, -1], [9, 9, 9], [3, -1, -1], [8, 3, -1]]),
                              torch.rand(4, 3), 0, [3])  # fmt: skip
 
     def unscored(folder, **changes):

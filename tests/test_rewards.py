@@ -22,7 +22,7 @@ from bounds import assert_rounded
 from test_teacher_server import wait_for
 
 from common import answers as answers_module
-from common import background, rewards
+from common import background, reward_models, rewards
 from common.answers import to_fraction
 from common.rewards import answers_match, extract_answer, last_boxed, last_number, score
 
@@ -532,7 +532,7 @@ def save_reward_model(folder, num_labels=1, template=None, base_only=False, **sp
 
 
 # in float64: scores are rounded to fp32 at the end alone
-load_reward_model = functools.partial(rewards.RewardModel, device="cpu", dtype=torch.float64)
+load_reward_model = functools.partial(reward_models.RewardModel, device="cpu", dtype=torch.float64)
 
 
 def score_by_hand(model, *ids):
@@ -585,8 +585,8 @@ def test_reward_model_reads_one_template_and_one_start_token(tmp_path):
 def test_reward_model_refuses_what_it_cannot_score(tmp_path):
     for options, message in (dict(num_labels=2), "has 2 labels"), (dict(base_only=True), r"lacks .*'score.weight'"):
         with pytest.raises(ValueError, match=message):
-            rewards.RewardModel(save_reward_model(tmp_path / message[:3], **options))
-    model = rewards.RewardModel(save_reward_model(tmp_path, unk_token="<unk>"))
+            reward_models.RewardModel(save_reward_model(tmp_path / message[:3], **options))
+    model = reward_models.RewardModel(save_reward_model(tmp_path, unk_token="<unk>"))
     for prompts, completions, lengths in [(["", "a"], ["", ""], "0 to 1"), (["a", "a "], ["", "b " * 32], "1 to 33")]:
         with pytest.raises(ValueError, match=f"{lengths} tokens: .*reads 1 to 32"):
             model.scores(prompts, completions)

@@ -14,8 +14,9 @@ from conftest import build_model, tiny_model
 from test_sampling import reference
 
 from common import attention, head, logprobs, losses, models
+from common.batches import RolloutBatch, assemble
 from common.engine import Engine
-from common.rollout import RolloutBatch, Sampler, assemble
+from common.rollout import Sampler
 from common.sampling import Sampling, uniforms
 
 FAMILIES = ["qwen2", pytest.param("gpt2", marks=pytest.mark.families)]

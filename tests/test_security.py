@@ -21,7 +21,7 @@ import pytest
 import torch
 from conftest import ROOT, build_tokenizer
 
-from common import lora, models, rewards
+from common import lora, models, reward_models, sources
 
 CPU = torch.device("cpu")
 
@@ -178,7 +178,7 @@ LOADERS = {
     "policy": lambda folder: models.load_policy(str(folder), CPU, "fp32"),
     "policy with adapters": lambda folder: models.load_policy(str(folder), CPU, "fp32", lora=lora.Options(2, 4.0)),
     "frozen": lambda folder: models.load_frozen(str(folder), CPU, "fp32"),
-    "reward model": lambda folder: rewards.RewardModel(str(folder)),
+    "reward model": lambda folder: reward_models.RewardModel(str(folder)),
 }
 
 
@@ -251,7 +251,7 @@ def test_code_of_a_tokenizer_is_not_run(folders, tmp_path, marker):
     folder = shutil.copytree(folders["policy"], tmp_path / "copy")
     plant_code(folder, "tokenizer_config.json", marker, OWN_TOKENIZER, tokenizer_class="Tok")
     try:
-        models.load_tokenizer(str(folder))
+        sources.load_tokenizer(str(folder))
     except ValueError as error:  # refusing and falling back on a class of transformers are both safe
         assert "trust_remote_code" in str(error) or "custom code" in str(error)
 

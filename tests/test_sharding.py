@@ -17,7 +17,7 @@ from test_teacher_server import free_port
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
-from common import distributed, layouts, logprobs, optim, plan, rollout, sharding
+from common import batches, distributed, layouts, logprobs, optim, plan, sharding
 
 CPU = torch.device("cpu")
 FSDP = dict(fsdp=True, micro_batch_tokens=60)
@@ -25,11 +25,11 @@ DECAY = dict(weight_decay=0.1)
 FORWARD_TERMS = 2 * (6 * 32 + 64) + 32  # sums in two layers and the head of the model
 
 
-def batch(rows: int, lengths: list[int]) -> rollout.RolloutBatch:
+def batch(rows: int, lengths: list[int]) -> batches.RolloutBatch:
     tokens = torch.full((rows, max(lengths)), -1)
     for i, n in enumerate(lengths):
         tokens[i, :n] = torch.arange(n) + 5 + i
-    return rollout.assemble([[4, 5, 6]] * rows, 1, tokens, torch.zeros(tokens.shape), 0, [3])
+    return batches.assemble([[4, 5, 6]] * rows, 1, tokens, torch.zeros(tokens.shape), 0, [3])
 
 
 class Echo(logprobs.LogProbs):

@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT / "gkd"))
 import teacher_server
 from teacher_server import Config, Teacher
 
-from common import config, models, rollout, service, serving, teacher_client, teacher_worker, teachers
+from common import batches, config, models, rollout, service, serving, teacher_client, teacher_worker, teachers
 from common.distributed import OutageError
 from common.service import Service, Unavailable
 from common.teacher_client import RemoteTeacher
@@ -111,14 +111,14 @@ def own(folder):
         yield make
 
 
-def micro_batches(rows: int = 7, below: int = V, cut: int = 60) -> list[rollout.RolloutBatch]:
+def micro_batches(rows: int = 7, below: int = V, cut: int = 60) -> list[batches.RolloutBatch]:
     """Rows of very different lengths, cut as an update would."""
     generator = torch.Generator().manual_seed(1)
     prompt_lengths = torch.randint(1, 9, (rows,), generator=generator).tolist()
     lengths = torch.randint(1, 12, (rows, 1), generator=generator)
     prompts = [torch.randint(4, below, (n,), generator=generator).tolist() for n in prompt_lengths]
     completions = torch.randint(4, below, (rows, 11), generator=generator).where(torch.arange(11) < lengths, -1)
-    batch = rollout.assemble(prompts, 1, completions, torch.zeros(rows, 11), 0, [3])
+    batch = batches.assemble(prompts, 1, completions, torch.zeros(rows, 11), 0, [3])
     return [micro for minibatch in batch.minibatches(2, cut, True) for micro in minibatch]
 
 

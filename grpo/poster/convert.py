@@ -35,8 +35,8 @@ import numpy as np
 from PIL import Image, ImageColor
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import config, data
-from common.config import require
+from common import checks, config, data
+from common.checks import require
 from grpo.poster import layout, records, synthetic
 
 CLASSES = {
@@ -61,8 +61,8 @@ class Config:
     height: int = 750  # the same
 
     def __post_init__(self):
-        config.one_of(self, format=(*CLASSES, "crello", "boxes"))
-        config.at_least(self, 1, "width", "height")
+        checks.one_of(self, format=(*CLASSES, "crello", "boxes"))
+        checks.at_least(self, 1, "width", "height")
         require(Path(self.input).is_file(), f"input = {self.input!r}", "must be a file", "give the file of the data")
         require(self.output.endswith(".jsonl"), f"output = {self.output!r}", "must end in .jsonl", "rename it")
         if self.images:

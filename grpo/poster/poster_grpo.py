@@ -24,10 +24,10 @@ import torch
 from transformers import set_seed
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import advantages, background, checkpoint, config, data, devices, distributed, guards, images, logprobs
-from common import lora, losses, memory, metrics, models, optim, plan, profiling, reward_client, rewards, rollout
-from common import shapes, sharding
-from common.config import require
+from common import advantages, background, budgets, checkpoint, checks, config, data, devices, distributed, guards
+from common import images, logprobs, lora, losses, metrics, models, optim, plan, profiling, reward_client, rewards
+from common import rollout, rules, shapes, sharding, sources
+from common.checks import require
 from grpo.poster import records, toys
 from grpo.poster.local import LocalRewards
 
@@ -119,12 +119,12 @@ class Config:
         return by_loss if self.advantage_scale == "auto" else self.advantage_scale
 
     def __post_init__(self):
-        config.check(self)  # what holds for all scripts
-        config.at_least(self, 2, "group_size")  # a group of one has no baseline
-        config.at_least(self, 1, "grpo_epochs", "max_images")
-        config.at_least(self, 0, "epsilon_low", "epsilon_high", "kl_coef", "max_pixels")
-        config.above_zero(self, "reward_patience")
-        config.one_of(self, loss=AGGREGATION, advantage_scale=("auto", "group", "batch", "none"),
+        rules.check(self)  # what holds for all scripts
+        checks.at_least(self, 2, "group_size")  # a group of one has no baseline
+        checks.at_least(self, 1, "grpo_epochs", "max_images")
+        checks.at_least(self, 0, "epsilon_low", "epsilon_high", "kl_coef", "max_pixels")
+        checks.above_zero(self, "reward_patience")
+        checks.one_of(self, loss=AGGREGATION, advantage_scale=("auto", "group", "batch", "none"),
                       kl_estimator=("k2", "k3"), coord_space=("px", "rel1000"))  # fmt: skip
         require(self.loss != "gspo" or max(self.epsilon_low, self.epsilon_high) < 0.1,
                 f"epsilon_low = {self.epsilon_low}, epsilon_high = {self.epsilon_high} with the loss 'gspo'",
@@ -275,7 +275,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
     start_model = toys.find(cfg.policy_model)
     source = str(resumed or start_model)
     # the data before the model: how long its prompts are decides about memory
-    tokenizer, processor = models.load_tokenizer(source), None
+    tokenizer, processor = sources.load_tokenizer(source), None
     if images.is_vlm(shapes.base(start_model)):
         processor = images.load_processor(source, cfg.max_pixels)
     train_examples = load_examples(cfg.train_data, "train", tokenizer, processor, cfg)
@@ -309,7 +309,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
             sharding.shard_frozen(reference, home)
     optimizer = optim.AdamW(model, cfg.learning_rate, weight_decay=cfg.weight_decay, offload=cfg.optimizer_offload)
     sampler = rollout.Sampler(
-        [whole], end_ids=models.end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id,
+        [whole], end_ids=sources.end_token_ids(tokenizer, model), pad_id=tokenizer.pad_token_id,
         max_new_tokens=cfg.max_new_tokens, min_new_tokens=cfg.min_new_tokens, top_p=cfg.top_p, top_k=cfg.top_k,
         min_p=cfg.min_p, suppressed_ids=suppressed, rollout_batch=cfg.rollout_batch, compile=cfg.compile,
     )  # fmt: skip
@@ -329,7 +329,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
     config.save(cfg, cfg.out_dir)
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
     watch = guards.Watch(GUARDS, cfg, log, start)
-    budget = memory.Budget(cfg.micro_batch_tokens, str(planned), redo=not sharded, release=sampler.release)
+    budget = budgets.Budget(cfg.micro_batch_tokens, str(planned), redo=not sharded, release=sampler.release)
     done, position, batch, unscored = start, prompts.position, None, checkpoint.unscored(resumed, home, cfg)
 
     def save(rollout=None):

@@ -23,8 +23,8 @@ from typing import Any
 import uvicorn
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import config, serving
-from common.config import require
+from common import checks, config, serving
+from common.checks import require
 from grpo.poster.items import MAX_ITEMS
 from grpo.poster.web import create_app
 from grpo.poster.worker import Rewards
@@ -59,12 +59,12 @@ class Config:
     deadline_seconds: float = 300.0  # a request that waited longer is given up, or what its X-Timeout-Ms says
 
     def __post_init__(self):
-        config.at_least(self, 0, "structure_weight", "accuracy_weight", "visual_weight", "port", "workers",
+        checks.at_least(self, 0, "structure_weight", "accuracy_weight", "visual_weight", "port", "workers",
                         "batch_wait_ms")  # fmt: skip
-        config.at_least(self, 1, "max_batch")
-        config.at_least(self, MAX_ITEMS, "max_queue")
-        config.above_zero(self, "item_seconds", "deadline_seconds")
-        config.one_of(self, coord_space=("px", "rel1000"))
+        checks.at_least(self, 1, "max_batch")
+        checks.at_least(self, MAX_ITEMS, "max_queue")
+        checks.above_zero(self, "item_seconds", "deadline_seconds")
+        checks.one_of(self, coord_space=("px", "rel1000"))
         total = self.structure_weight + self.accuracy_weight + self.visual_weight
         require(0 < total < float("inf"), f"weights with the sum {total}", "must be finite and above 0", "raise one")
         require(0 <= self.visual_alpha <= 1, f"visual_alpha = {self.visual_alpha}", "must be from 0 to 1", "try 0.5")
@@ -79,7 +79,7 @@ class Config:
     @property
     def local(self) -> bool:
         """Whether only this machine is answered."""
-        return config.is_loopback(self.host)
+        return checks.is_loopback(self.host)
 
     @cached_property
     def secret(self) -> str:

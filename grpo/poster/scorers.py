@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from grpo.poster.errors import ScorerError
 from grpo.poster.layout import Layer
 from grpo.poster.render import Ink
 
@@ -31,23 +32,6 @@ CORE = ("text", "logo", "image")  # what may not overlap; underlays and backgrou
 BACKDROP = 0.6  # share of the canvas from which on an image is a backdrop
 GRID = 48  # cells on each side, for covered area
 WEIGHTS = {"legibility": 0.35, "overlap": 0.20, "alignment": 0.15, "margins": 0.10, "density": 0.10, "balance": 0.10}
-
-
-class ScorerError(Exception):
-    """One poster could not be scored.
-
-    Args:
-        code: short snake_case word for counters.
-        message: value, rule, remedy.
-        retryable: whether asking again may help.
-    """
-
-    def __init__(self, code: str, message: str = "", retryable: bool = False) -> None:
-        super().__init__(message or code)
-        self.code, self.retryable = code, retryable
-
-    def __reduce__(self) -> tuple:
-        return type(self), (self.code, str(self), self.retryable)
 
 
 class Cpu:

@@ -17,8 +17,9 @@ import torch
 from transformers import ProcessorMixin, PreTrainedTokenizerBase, set_seed
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import checkpoint, config, data, images, logprobs, metrics, models, offpolicy, optim, storage
-from common.config import require
+from common import checkpoint, checks, config, data, images, logprobs, metrics, models, offpolicy, optim, sources
+from common import storage
+from common.checks import require
 from grpo.poster import records, synthetic, toys
 
 
@@ -44,10 +45,10 @@ class Config:
     out_dir: str = "runs/supervised"  # policy/, metrics.jsonl, tensorboard/
 
     def __post_init__(self):
-        config.at_least(self, 1, "steps", "batch_size", "micro_batch_tokens", "max_tokens")
-        config.at_least(self, 0, "max_pixels", "learning_rate", "warmup_steps", "weight_decay")
-        config.above_zero(self, "max_grad_norm")
-        config.one_of(self, dtype=("auto", *models.DTYPES), device=("auto", "cuda", "cpu"))
+        checks.at_least(self, 1, "steps", "batch_size", "micro_batch_tokens", "max_tokens")
+        checks.at_least(self, 0, "max_pixels", "learning_rate", "warmup_steps", "weight_decay")
+        checks.above_zero(self, "max_grad_norm")
+        checks.one_of(self, dtype=("auto", *sources.DTYPES), device=("auto", "cuda", "cpu"))
         taken = (Path(self.out_dir) / "policy").exists()
         require(not taken, f"out_dir = {self.out_dir!r}", "holds a policy already", "choose another folder")
 
@@ -98,7 +99,7 @@ def main(cfg: Config) -> None:
     print(fit)
     log = metrics.Log(cfg.out_dir, 0, cfg.steps, [home] if on_gpu else [])
     config.save(cfg, cfg.out_dir)
-    end_ids, rng = models.end_token_ids(tokenizer, model), random.Random(cfg.seed)
+    end_ids, rng = sources.end_token_ids(tokenizer, model), random.Random(cfg.seed)
     for step in range(1, cfg.steps + 1):
         chosen = rng.sample(usable, cfg.batch_size)
         prompts, golds = zip(*(pairs[i] for i in chosen), strict=True)

@@ -21,10 +21,10 @@ import torch
 from PIL import Image
 from transformers import GenerationConfig, PretrainedConfig, ProcessorMixin, Qwen2_5_VLForConditionalGeneration
 
-from common import models
-from common.config import require
+from common import models, sources
+from common.checks import require
 from common.images import load_processor
-from grpo.poster.scorers import ScorerError
+from grpo.poster.errors import ScorerError
 
 QUESTION = (
     "You are doing the image quality assessment task. Here is the question: What is your overall rating on the quality "
@@ -113,7 +113,7 @@ class VisualQuality:
         single = all(len(ids) == 1 for ids in self.digit_ids)
         require(single or not expected, "expected = True", "each digit must be one token", "set it to False")
         # the checkpoint's own settings, which would fill in what is not given here, sample and penalise repetition
-        ends, pad_id = models.end_token_ids(self.tokenizer, self.model), self.tokenizer.pad_token_id
+        ends, pad_id = sources.end_token_ids(self.tokenizer, self.model), self.tokenizer.pad_token_id
         self.model.generation_config = GenerationConfig(
             do_sample=False, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=ends,
             pad_token_id=ends[0] if pad_id is None else pad_id,
@@ -237,14 +237,14 @@ def _load(
     Raises:
         ValueError: it is not there, is of another kind, or lacks weights, which would be random then.
     """
-    source = models.find(name)
+    source = sources.find(name)
     try:
         kind = PretrainedConfig.get_config_dict(source)[0].get("model_type")  # None: a folder without config.json
         require(kind == "qwen2_5_vl", f"model {name!r} has the type {kind!r}", "must be 'qwen2_5_vl'",
                 "give the folder or hub id of VisualQuality-R1")  # fmt: skip
         processor = load_processor(name, max_pixels=max_pixels)
         model, report = Qwen2_5_VLForConditionalGeneration.from_pretrained(
-            source, dtype=models.pick_dtype(dtype, device), trust_remote_code=False, output_loading_info=True
+            source, dtype=sources.pick_dtype(dtype, device), trust_remote_code=False, output_loading_info=True
         )
     except OSError as error:
         said = f"model {name!r} is neither a folder with config.json and weights nor could it be downloaded"

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from grpo.poster import assessors, counts, reward, scorers, synthetic
+from grpo.poster.errors import ScorerError
 from grpo.poster.fonts import Fonts
 from grpo.poster.items import MAX_BODY, MAX_ITEMS, Item, Refused
 
 SELF_TEST = 0.9  # structure and accuracy of a good poster, at least
 FAILURES = 3  # batches in a row that the scorer failed at, before it has to pass the self-test again
 COMPONENTS = ("score", "structure", "accuracy", "visual")
-SOURCES = ("layout", "fonts", "render", "reward", "scorers")  # modules whose text is part of the fingerprint
+SOURCES = ("layout", "fonts", "render", "reward", "errors", "scorers")  # modules whose text is part of the fingerprint
 
 
 @dataclass(eq=False)
@@ -304,7 +305,7 @@ class Rewards:
 
 
 def _checked(value: Any) -> float | Refused:
-    if isinstance(value, scorers.ScorerError):
+    if isinstance(value, ScorerError):
         return Refused(value.code, str(value), value.retryable)
     if isinstance(value, Real) and 0 <= value <= 1:  # NaN is not
         return float(value)

@@ -15,11 +15,17 @@ from pathlib import Path
 import torch
 from transformers import set_seed
 
-sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import background, budgets, checkpoint, checks, config, data, devices, distillation, distributed, guards
-from common import logprobs, lora, losses, memory, metrics, models, offload, offpolicy, optim, plan, profiling, rewards
-from common import rollout, rules, sources, teacher_client, teachers
-from common.checks import require
+sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common/maths/losses.py").is_file())))
+from common.base import background, checks, config, devices, distributed, memory
+from common.base.checks import require
+from common.distill import distillation, offpolicy, teacher_client, teachers
+from common.generation import rollout
+from common.maths import losses
+from common.model import logprobs, lora, models, sources
+from common.planning import plan
+from common.run import checkpoint, guards, metrics, profiling, rules
+from common.tasks import data, rewards
+from common.training import budgets, offload, optim
 
 STUDENT_GPU_IDS = (0,)  # the student's GPU; the weights that are trained are the ones sampled from
 TEACHER_GPU_IDS = (0,)  # the teacher's; several: its layers are spread over them

@@ -21,11 +21,17 @@ from pathlib import Path
 import torch
 from transformers import set_seed
 
-sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import background, budgets, checkpoint, checks, config, data, devices, distillation, distributed, guards
-from common import logprobs, lora, losses, memory, metrics, models, offload, offpolicy, optim, plan, profiling, rewards
-from common import rollout, rules, sharding, sources, teacher_client, teachers
-from common.checks import require
+sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common/maths/losses.py").is_file())))
+from common.base import background, checks, config, devices, distributed, memory
+from common.base.checks import require
+from common.distill import distillation, offpolicy, teacher_client, teachers
+from common.generation import rollout
+from common.maths import losses
+from common.model import logprobs, lora, models, sources
+from common.planning import plan
+from common.run import checkpoint, guards, metrics, profiling, rules
+from common.tasks import data, rewards
+from common.training import budgets, offload, optim, sharding
 
 TEACHER_GPU_ID = None  # None: a copy on the GPU of each rank; or a GPU number; a large teacher: --teacher_url
 TIMEOUT_MINUTES = 60  # ranks wait this long for one another: longer than teacher_patience and than an evaluation
@@ -90,7 +96,7 @@ class Config:
     load_bits: int = 0  # with LoRA: hold the weights in 8 or 4 bits (bitsandbytes); 0: as dtype says
     gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time in the update
     optimizer_offload: str = "none"  # AdamW's state in CPU memory: "rollout", while completions are sampled; "always"
-    fsdp: bool = False  # shard weights, gradients and AdamW's state over the ranks (FSDP2): common/sharding.py
+    fsdp: bool = False  # shard weights, gradients and AdamW's state over the ranks (FSDP2): common/training/sharding.py
     memory_limit: float = 0.0  # GiB of each GPU that this run may take; 0: all that is free
     force: bool = False  # start although the plan says that memory will not suffice
     compile: bool = True  # torch.compile on GPUs: faster steps, some seconds in the first

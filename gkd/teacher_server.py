@@ -2,7 +2,7 @@
 
 Run:   bash scripts/start_teacher.sh --gpus 2,3 -- --teacher_model Qwen/Qwen2.5-7B-Instruct
        python gkd/teacher_server.py   on the GPUs of CUDA_VISIBLE_DEVICES, or the CPU (--help lists all options)
-Wire:  POST /topk_logprobs and /generate, safetensors both ways: common/teacher_worker.py, `read`, has the format
+Wire:  POST /topk_logprobs and /generate, safetensors both ways; common/distill/teacher_worker.py, `read`, has it
        GET /health /info /vocabulary /metrics
 """
 
@@ -24,10 +24,12 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.requests import ClientDisconnect
 
-sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import checks, config, service, serving, sources, teacher_client, teacher_worker
-from common.checks import require
-from common.teacher_worker import Refused, Teacher
+sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common/maths/losses.py").is_file())))
+from common.base import checks, config, service, serving
+from common.base.checks import require
+from common.distill import teacher_client, teacher_worker
+from common.distill.teacher_worker import Refused, Teacher
+from common.model import sources
 
 MAX_BODY = 2**26  # bytes of a request: 16 M tokens
 WORK = ("/topk_logprobs", "/generate")

@@ -20,13 +20,18 @@ from pathlib import Path
 import torch
 from transformers import set_seed
 
-sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import budgets, checks, rules, sources
-from common import advantages, background, checkpoint, config, data, devices, distributed, guards, logprobs, lora
-from common import losses, metrics, models, optim, plan, profiling, reward_client, rewards, rollout
-from common.checks import require
-from common.reward_models import RewardModel
-from common.rewards import overlong_penalty
+sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common/maths/losses.py").is_file())))
+from common.base import background, checks, config, devices, distributed
+from common.base.checks import require
+from common.generation import rollout
+from common.maths import advantages, losses
+from common.model import logprobs, lora, models, sources
+from common.model.reward_models import RewardModel
+from common.planning import plan
+from common.run import checkpoint, guards, metrics, profiling, rules
+from common.tasks import data, reward_client, rewards
+from common.tasks.rewards import overlong_penalty
+from common.training import budgets, optim
 
 POLICY_GPU_IDS = (0, 1)  # policy replicas; the first also holds the optimizer
 REFERENCE_GPU_ID = 2  # frozen reference, loaded only if kl_coef > 0; 1 on a machine with two GPUs
@@ -34,7 +39,7 @@ REWARD_GPU_ID = 2  # reward model, if there is one; 1 on a machine with two GPUs
 ROLLOUT_GPU_IDS = None  # GPUs that sample; None: all of the layout, the reference's and the reward's too
 
 
-# how the tokens of a minibatch are averaged (common/losses.py, aggregate)
+# how the tokens of a minibatch are averaged (common/maths/losses.py, aggregate)
 AGGREGATION = {"grpo": "seq_mean", "dapo": "token_mean", "dr_grpo": "constant", "cispo": "token_mean"}
 
 
@@ -46,7 +51,7 @@ class Config:
     policy_model: str = "toy"  # built-in; or a hub id or folder: "Qwen/Qwen2.5-0.5B-Instruct"
     reward_model: str = ""  # sequence classifier with one output, hub id or folder; its score joins REWARDS
     reward_model_weight: float = 1.0  # weight of its score in the sum
-    reward_url: str = ""  # service that scores in place of REWARDS, "http://127.0.0.1:8899": common/reward_client.py
+    reward_url: str = ""  # a service in place of REWARDS, "http://127.0.0.1:8899": common/tasks/reward_client.py
     reward_patience: float = 900.0  # seconds to wait while it is away; then the run saves and exits with code 75
     allow_reward_change: bool = False  # resume although the service scores in another way than it did
     train_data: str = "toy"  # built-in; or a .jsonl file, a saved datasets folder, a hub id: "openai/gsm8k:main"

@@ -3,7 +3,7 @@
 The G responses to a prompt are embedded and clustered by cosine similarity. With the default method a right response is
 worth less, the more right responses say the same: r -> r * (size of its cluster)^-alpha.
 
-Paper:  GRPO 2402.03300; what the methods take from which paper stands in common/similarity.py and grpo/README.md
+Paper:  GRPO 2402.03300; what the methods take from which paper stands in common/tasks/similarity.py and grpo/README.md
 Run:    python grpo/similarity_grpo.py    edit the constants below, or pass --similarity_alpha 1 (--help lists all)
         torchrun --nproc_per_node=2 grpo/similarity_grpo.py    each rank embeds the responses to its own prompts
 Costs:  with bge-m3, 64 completions of 256 tokens: 0.07 to 0.17 s a step, 1.1 GiB (grpo/README.md)
@@ -21,14 +21,18 @@ from pathlib import Path
 import torch
 from transformers import set_seed
 
-sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import budgets, checks, rules, sources
-from common import advantages, answers, background, checkpoint, config, data, devices, distributed, embedder, guards
-from common import logprobs, lora, losses, metrics, models, optim, plan, profiling, reward_client, rewards
-from common import rollout, sharding, similarity
-from common.checks import require
-from common.reward_models import RewardModel
-from common.rewards import overlong_penalty
+sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common/maths/losses.py").is_file())))
+from common.base import background, checks, config, devices, distributed
+from common.base.checks import require
+from common.generation import rollout
+from common.maths import advantages, losses
+from common.model import logprobs, lora, models, sources
+from common.model.reward_models import RewardModel
+from common.planning import plan
+from common.run import checkpoint, guards, metrics, profiling, rules
+from common.tasks import answers, data, embedder, reward_client, rewards, similarity
+from common.tasks.rewards import overlong_penalty
+from common.training import budgets, optim, sharding
 
 REFERENCE_GPU_ID = None  # frozen reference, loaded only if kl_coef > 0; None: the GPU of each rank; or a GPU number
 REWARD_GPU_ID = None  # reward model, if there is one; likewise
@@ -36,7 +40,7 @@ SIMILARITY_GPU_IDS = None  # embedding model; None: the GPU of each rank; or sev
 TIMEOUT_MINUTES = 60  # ranks wait this long for one another: longer than the slowest reward or evaluation takes
 
 
-# how the tokens of a minibatch are averaged (common/losses.py, aggregate)
+# how the tokens of a minibatch are averaged (common/maths/losses.py, aggregate)
 AGGREGATION = {"grpo": "seq_mean", "dapo": "token_mean", "dr_grpo": "constant", "cispo": "token_mean"}
 
 
@@ -47,7 +51,7 @@ class Config:
     policy_model: str = "toy"  # built-in; or a hub id or folder: "Qwen/Qwen2.5-0.5B-Instruct"
     reward_model: str = ""  # sequence classifier with one output, hub id or folder; its score joins REWARDS
     reward_model_weight: float = 1.0  # weight of its score in the sum
-    reward_url: str = ""  # service that scores in place of REWARDS, "http://127.0.0.1:8899": common/reward_client.py
+    reward_url: str = ""  # a service in place of REWARDS, "http://127.0.0.1:8899": common/tasks/reward_client.py
     reward_patience: float = 900.0  # seconds to wait while it is away; then the run saves and exits with code 75
     allow_reward_change: bool = False  # resume although the service scores in another way than it did
     train_data: str = "toy"  # built-in; or a .jsonl file, a saved datasets folder, a hub id: "openai/gsm8k:main"
@@ -107,7 +111,7 @@ class Config:
     load_bits: int = 0  # with LoRA: hold the weights in 8 or 4 bits (bitsandbytes); 0: as dtype says
     gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time in the update
     optimizer_offload: str = "none"  # AdamW's state in CPU memory: "rollout", while completions are sampled; "always"
-    fsdp: bool = False  # shard weights, gradients and AdamW's state over the ranks (FSDP2): common/sharding.py
+    fsdp: bool = False  # shard weights, gradients and AdamW's state over the ranks (FSDP2): common/training/sharding.py
     memory_limit: float = 0.0  # GiB of each GPU that this run may take; 0: all that is free
     force: bool = False  # start although the plan says that memory will not suffice
     compile: bool = True  # torch.compile on GPUs: faster steps, some seconds in the first

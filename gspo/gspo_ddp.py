@@ -20,13 +20,18 @@ from pathlib import Path
 import torch
 from transformers import set_seed
 
-sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import budgets, checks, rules, sources
-from common import advantages, background, checkpoint, config, data, devices, distributed, guards, logprobs, lora
-from common import losses, metrics, models, optim, plan, profiling, reward_client, rewards, rollout, sharding
-from common.checks import require
-from common.reward_models import RewardModel
-from common.rewards import overlong_penalty
+sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common/maths/losses.py").is_file())))
+from common.base import background, checks, config, devices, distributed
+from common.base.checks import require
+from common.generation import rollout
+from common.maths import advantages, losses
+from common.model import logprobs, lora, models, sources
+from common.model.reward_models import RewardModel
+from common.planning import plan
+from common.run import checkpoint, guards, metrics, profiling, rules
+from common.tasks import data, reward_client, rewards
+from common.tasks.rewards import overlong_penalty
+from common.training import budgets, optim, sharding
 
 REFERENCE_GPU_ID = None  # frozen reference, loaded only if kl_coef > 0; None: the GPU of each rank; or a GPU number
 REWARD_GPU_ID = None  # reward model, if there is one; likewise
@@ -41,7 +46,7 @@ class Config:
     policy_model: str = "toy"  # built-in; or a hub id or folder: "Qwen/Qwen2.5-0.5B-Instruct"
     reward_model: str = ""  # sequence classifier with one output, hub id or folder; its score joins REWARDS
     reward_model_weight: float = 1.0  # weight of its score in the sum
-    reward_url: str = ""  # service that scores in place of REWARDS, "http://127.0.0.1:8899": common/reward_client.py
+    reward_url: str = ""  # a service in place of REWARDS, "http://127.0.0.1:8899": common/tasks/reward_client.py
     reward_patience: float = 900.0  # seconds to wait while it is away; then the run saves and exits with code 75
     allow_reward_change: bool = False  # resume although the service scores in another way than it did
     train_data: str = "toy"  # built-in; or a .jsonl file, a saved datasets folder, a hub id: "openai/gsm8k:main"
@@ -87,7 +92,7 @@ class Config:
     load_bits: int = 0  # with LoRA: hold the weights in 8 or 4 bits (bitsandbytes); 0: as dtype says
     gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time in the update
     optimizer_offload: str = "none"  # AdamW's state in CPU memory: "rollout", while completions are sampled; "always"
-    fsdp: bool = False  # shard weights, gradients and AdamW's state over the ranks (FSDP2): common/sharding.py
+    fsdp: bool = False  # shard weights, gradients and AdamW's state over the ranks (FSDP2): common/training/sharding.py
     memory_limit: float = 0.0  # GiB of each GPU that this run may take; 0: all that is free
     force: bool = False  # start although the plan says that memory will not suffice
     compile: bool = True  # torch.compile on GPUs: faster steps, some seconds in the first

@@ -22,7 +22,7 @@ process is ended, so that no checkpoint is written.
                 sequences); what is computed a second time does not count. With a teacher, whose head is applied in
                 the update, + 2 * parameters of that head * completion tokens
   length, GiB   mean tokens of a completion; peak memory allocated by tensors on the fullest GPU, after --warmup, and
-  planned       what common/plan.py expects of that
+  planned       what common/planning/plan.py expects of that
   first, start  seconds of the first step (compiles, captures), and of the process before it
 and with a teacher, for one GPU and without offloading:
   above resident   GiB less what stands there all the time: of every parameter of the student its weight, the fp32
@@ -77,8 +77,13 @@ from transformers import (
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from common import config, data, devices, layouts, metrics, models, optim, plan, sources
-from common.checks import require
+from common.base import config, devices
+from common.base.checks import require
+from common.model import models, sources
+from common.planning import layouts, plan
+from common.run import metrics
+from common.tasks import data
+from common.training import optim
 
 SPECIALS = ["<pad>", "<unk>", "<end>"]  # the last three ids; the others are the words w0, w1, ...
 SHAPES = {  # model type, vocabulary, hidden, intermediate, layers, heads, key-value heads, positions, tied embeddings
@@ -490,7 +495,7 @@ def run_watched(script: str, arguments: list[str]) -> None:
 
 
 def planned_gib(script: str, arguments: list[str], ranks: int, setting: Setting) -> float | None:
-    """What common/plan.py expects as the peak of the fullest GPU; None on a CPU.
+    """What common/planning/plan.py expects as the peak of the fullest GPU; None on a CPU.
 
     Args:
         script: path.

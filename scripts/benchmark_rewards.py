@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from common import checks, config
+from common.base import checks, config
 from grpo.poster import synthetic
 
 POSTERS = 256  # different ones

@@ -52,9 +52,10 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import cards, distributed, layouts, probes
-from common.cards import Card, Machine
-from common.devices import GIB
+from common.base import distributed
+from common.base.devices import GIB
+from common.planning import cards, layouts, probes
+from common.planning.cards import Card, Machine
 
 IN_USE = GIB  # memory of a GPU that is gone before we start, from which on someone else is said to use it
 

@@ -21,7 +21,8 @@ import torch
 from torch.nn.functional import logsigmoid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import advantages, divergences, losses, similarity
+from common.maths import advantages, divergences, losses
+from common.tasks import similarity
 
 
 @dataclass

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import models, sources
-from common.checks import require
+from common.base.checks import require
+from common.model import models, sources
 
 
 def kept_layers(total: int, keep: int) -> list[int]:

@@ -3,7 +3,7 @@
 Run:   python scripts/evaluate.py runs/gspo/checkpoint-000060                      on the built-in test rows
        python scripts/evaluate.py MODEL --data test.jsonl --examples 300 --max_new_tokens 256
        python scripts/evaluate.py MODEL --data test.jsonl --samples 8              mean and pass@8 at temperature 1
-Prints one JSON line; --out FILE writes every completion beside it. Right or wrong is decided by common/answers.py; a
+Prints one JSON line; --out FILE writes every completion beside it. common/tasks/answers.py decides what is right; a
 data row with a list of right answers in `accepted` is right with any of them.
 With --samples N, over the prompts that have a score:
   pass@k             chance that one of k samples is right, for k = 1, 2, 4, ... and N, estimated without bias from N
@@ -25,8 +25,10 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import data, models, rewards, rollout, sources
-from common.answers import normal_answer
+from common.generation import rollout
+from common.model import models, sources
+from common.tasks import data, rewards
+from common.tasks.answers import normal_answer
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:

@@ -25,9 +25,11 @@ try:
 except ImportError as error:
     raise SystemExit("scripts/fuzz.py needs the package atheris: pip install atheris") from error
 
-with atheris.instrument_imports(include=["common.answers", "common.data", "common.service", "common.teacher_worker",
-                                         "grpo.poster"]):  # fmt: skip
-    from common import answers, data, rewards, service, teacher_worker
+with atheris.instrument_imports(include=["common.tasks.answers", "common.tasks.data", "common.base.service",
+                                         "common.distill.teacher_worker", "grpo.poster"]):  # fmt: skip
+    from common.base import service
+    from common.distill import teacher_worker
+    from common.tasks import answers, data, rewards
     from grpo.poster import items, layout, reward
     from grpo.poster.fonts import Fonts
 

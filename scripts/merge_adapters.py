@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import images, models, sources
+from common.model import images, models, sources
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -23,9 +23,11 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import advice, devices, layouts, plan, sharding
-from common.checks import require
-from common.devices import GIB
+from common.base import devices
+from common.base.checks import require
+from common.base.devices import GIB
+from common.planning import advice, layouts, plan
+from common.training import sharding
 
 
 def main(argv: Sequence[str]) -> int:

@@ -13,8 +13,8 @@ import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import checks, config
-from common.checks import require
+from common.base import checks, config
+from common.base.checks import require
 from grpo.poster import toys
 
 # Qwen2.5-VL-Instruct, from its config.json files; heads have 128 dimensions

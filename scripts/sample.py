@@ -14,7 +14,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import data, models, rollout, sources
+from common.generation import rollout
+from common.model import models, sources
+from common.tasks import data
 
 
 def lines_from_terminal() -> Iterator[str]:

@@ -27,7 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from common import checks, config
+from common.base import checks, config
 from grpo.poster import synthetic
 
 PATIENCE = 300  # seconds for what takes a few, such as the next request

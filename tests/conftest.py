@@ -160,8 +160,8 @@ PRELOAD = [
     "pytest", "torch", "torch.nn.parallel.distributed", "torch._dynamo", "torch.utils.tensorboard", "numpy.random",
     "transformers", "transformers.models.qwen2.modeling_qwen2", "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "accelerate",
-    "sentence_transformers", "fastapi", "uvicorn", "common.checkpoint", "common.metrics", "common.models",
-    "common.reward_client", "common.rewards", "preload",
+    "sentence_transformers", "fastapi", "uvicorn", "common.run.checkpoint", "common.run.metrics", "common.model.models",
+    "common.tasks.reward_client", "common.tasks.rewards", "preload",
 ]  # fmt: skip
 
 
@@ -462,7 +462,7 @@ def two_replicas(module: ModuleType, count: int = 2) -> None:
     """`prepare`: several replicas in one process, all on the CPU, where a layout of GPUs would have them."""
     import torch
 
-    from common import devices
+    from common.base import devices
 
     cpu = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""Tests of common/advantages.py: hand-computed advantages, unscored completions, groups without any difference.
+"""Tests of common/maths/advantages.py: hand-computed advantages, unscored completions, groups without any difference.
 
 Advantages are computed in fp64 and rounded to fp32 once: where no bound is given, that of `assert_close` is far more.
 """
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from common.advantages import equal_groups, group_advantages
+from common.maths.advantages import equal_groups, group_advantages
 
 NAN, INF = math.nan, math.inf
 SCALES = ["group", "batch", "none"]

@@ -1,4 +1,6 @@
-"""Tests of common/attention.py: which models it serves, that it changes nothing for others, and packed sequences."""
+"""Tests of common/model/attention.py: which models it serves, that it changes nothing for others, and packed
+sequences.
+"""
 
 import copy
 import dataclasses
@@ -11,8 +13,8 @@ from conftest import TINY, tiny_model
 from torch.nn import functional as F
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from common import attention
-from common.attention import FULL, NAME, Packed, decoder_layers, install
+from common.model import attention
+from common.model.attention import FULL, NAME, Packed, decoder_layers, install
 
 CPU = torch.device("cpu")
 # Roundings through a tiny model: in each of two layers seven products over at most 64 terms, two norms over 32 and

@@ -13,7 +13,11 @@ from conftest import ROOT
 from test_tools import load_script
 from transformers import Qwen2Config
 
-from common import data, devices, metrics, models, optim, sources
+from common.base import devices
+from common.model import models, sources
+from common.run import metrics
+from common.tasks import data
+from common.training import optim
 
 pytestmark = pytest.mark.tools
 benchmark = load_script("benchmark")

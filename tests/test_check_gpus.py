@@ -1,4 +1,6 @@
-"""Tests of scripts/check_gpus.py, common/cards.py and common/probes.py: a made-up machine, and two real ranks."""
+"""Tests of scripts/check_gpus.py, common/planning/cards.py and common/planning/probes.py: a made-up machine, and two
+real ranks.
+"""
 
 import dataclasses
 import re
@@ -13,8 +15,8 @@ import torch
 from conftest import ROOT
 from test_tools import load_script
 
-from common import cards, probes
-from common.devices import GIB
+from common.base.devices import GIB
+from common.planning import cards, probes
 
 CPU = torch.device("cpu")
 GPUS = """\

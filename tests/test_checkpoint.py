@@ -1,4 +1,4 @@
-"""Tests of common/checkpoint.py: complete or absent, everything comes back, nothing is unpickled."""
+"""Tests of common/run/checkpoint.py: complete or absent, everything comes back, nothing is unpickled."""
 
 import dataclasses
 import io
@@ -19,8 +19,10 @@ from safetensors.torch import load_file
 from test_security import Marker
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from common import checkpoint, models, optim
-from common.batches import RolloutBatch
+from common.generation.batches import RolloutBatch
+from common.model import models
+from common.run import checkpoint
+from common.training import optim
 
 CPU = torch.device("cpu")
 FILES = {

@@ -11,7 +11,8 @@ from bounds import assert_rounded
 from conftest import ROOT
 from test_tools import load_script
 
-from common import divergences, losses, similarity
+from common.maths import divergences, losses
+from common.tasks import similarity
 
 pytestmark = pytest.mark.tools
 EXACT = {"on_policy": "4", "closed_form": "6", "kl": "7", "degenerate": "11", "tail_bucket": "15"}  # rows

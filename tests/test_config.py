@@ -1,4 +1,4 @@
-"""Tests of common/config.py: the command line that a Config dataclass becomes."""
+"""Tests of common/base/config.py: the command line that a Config dataclass becomes."""
 
 import json
 import math
@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from common import checks, rules
-from common.checks import require
-from common.config import changed, comments, parse, save
+from common.base import checks
+from common.base.checks import require
+from common.base.config import changed, comments, parse, save
+from common.run import rules
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""Tests of common/data.py: what a data file may look like, which tokens a prompt becomes, who gets it and when."""
+"""Tests of common/tasks/data.py: what a data file may look like, which tokens a prompt becomes, who gets it and
+when.
+"""
 
 import functools
 import json
@@ -12,8 +14,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import PreTrainedTokenizerFast
 
 import common
-from common import distributed
-from common.data import Example, PromptStream, collate_columns, load_examples, permutation, read_rows
+from common.base import distributed
+from common.tasks.data import Example, PromptStream, collate_columns, load_examples, permutation, read_rows
 
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<bos>", "<im_start>", "<im_end>", "<unk>"]
 WORDS = ["user", "assistant", "system", "be", "brief", "hi", *"0123456789+=?\n"]
@@ -121,7 +123,7 @@ def test_another_encoding_is_an_error_with_file_and_byte_and_so_is_a_file_withou
 
 
 def test_a_row_takes_as_much_memory_as_the_top_of_the_file_says(tmp_path, monkeypatch):
-    monkeypatch.setattr("common.data.ROWS_PER_CALL", 33)  # as few of all rows as in a large file
+    monkeypatch.setattr("common.tasks.data.ROWS_PER_CALL", 33)  # as few of all rows as in a large file
 
     class Words:
         """Thirty tokens of a large vocabulary for every text."""
@@ -179,8 +181,8 @@ def test_hub_ids_have_an_optional_config_and_a_hub_that_fails_gives_one_error_wi
 
 def test_toy_is_the_built_in_task_and_without_datasets_only_its_sources_are_refused(tmp_path, monkeypatch):
     toy = SimpleNamespace(rows=lambda split: [{"prompt": split, "answer": "1"}])
-    monkeypatch.setitem(sys.modules, "common.toy", toy)
-    monkeypatch.setattr(common, "toy", toy, raising=False)
+    monkeypatch.setitem(sys.modules, "common.tasks.toy", toy)
+    monkeypatch.setattr(common.tasks, "toy", toy, raising=False)
     assert read_rows("toy", "test") == [{"prompt": "test", "answer": "1"}]
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert read_rows(write_rows(tmp_path, ROWS)) == ROWS
@@ -304,7 +306,7 @@ def test_chat_messages_that_were_templated_before_are_refused(tmp_path, content,
 
 @pytest.mark.parametrize("special", [{}, {"pad_token": None}])
 def test_prompts_keep_their_order_over_many_tokenizer_calls_with_a_pad_token_or_without(tmp_path, monkeypatch, special):
-    monkeypatch.setattr("common.data.ROWS_PER_CALL", 3)
+    monkeypatch.setattr("common.tasks.data.ROWS_PER_CALL", 3)
     texts, tokenizer = [f"{i}+{i}=?" for i in range(8)], make_tokenizer(**special)
     rows = [{"prompt": [user(text)] if i % 2 else text, "answer": "1"} for i, text in enumerate(texts)]
     examples = load(tmp_path, rows, tokenizer)
@@ -362,7 +364,7 @@ REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system
     ([user("hi"), assistant(None, tool_calls=[1]), user("hi")], "the chat template refuses", CHAT_TEMPLATE),
 ])  # fmt: skip
 def test_a_prompt_that_cannot_be_encoded_is_an_error_with_the_row(tmp_path, monkeypatch, prompt, message, template):
-    monkeypatch.setattr("common.data.ROWS_PER_CALL", 2)
+    monkeypatch.setattr("common.tasks.data.ROWS_PER_CALL", 2)
     tokenizer = make_tokenizer(template=template, frame="<bos> $A")
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")  # a space of no width
     with pytest.raises(ValueError, match=f"row 2: {message}"):

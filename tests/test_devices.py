@@ -1,12 +1,12 @@
-"""Tests of common/devices.py: GPU ids against the GPUs there are, without needing any."""
+"""Tests of common/base/devices.py: GPU ids against the GPUs there are, without needing any."""
 
 import re
 
 import pytest
 import torch
 
-from common import devices
-from common.devices import DistillationLayout, Layout, distillation_layout, layout, layout_of_rank
+from common.base import devices
+from common.base.devices import DistillationLayout, Layout, distillation_layout, layout, layout_of_rank
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,6 @@
-"""Tests of what distillation computes: common/distillation.py, common/teachers.py and common/offload.py."""
+"""Tests of what distillation computes: common/distill/distillation.py, common/distill/teachers.py and
+common/training/offload.py.
+"""
 
 import copy
 import functools
@@ -13,11 +15,14 @@ from test_divergences import exact, exact_top
 from test_logprobs import COMPLETIONS, PROMPTS, ROUNDINGS, Live, assert_same, assert_same_gradients, gradients, pack
 from torch import nn
 
-from common import distillation, head, losses, offpolicy, optim, teachers
-from common.distillation import VALUES, Divergences, Head, HiddenStates
-from common.logprobs import LogProbs
-from common.offload import Offload
-from common.teachers import LocalTeacher
+from common.distill import distillation, offpolicy, teachers
+from common.distill.distillation import VALUES, Divergences, Head, HiddenStates
+from common.distill.teachers import LocalTeacher
+from common.maths import losses
+from common.model import head
+from common.model.logprobs import LogProbs
+from common.training import optim
+from common.training.offload import Offload
 
 CPU = torch.device("cpu")
 GIB = 2**30

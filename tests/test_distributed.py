@@ -1,4 +1,4 @@
-"""Tests of common/distributed.py: alone, and in two processes that talk through gloo on the CPU."""
+"""Tests of common/base/distributed.py: alone, and in two processes that talk through gloo on the CPU."""
 
 import contextlib
 import json
@@ -17,8 +17,13 @@ import torch.distributed as dist
 from bounds import assert_rounded
 from conftest import ROOT, build_model, reward
 
-from common import checkpoint, distributed, logprobs, losses, optim, rollout
-from common.distributed import OutageError, any_rank, gather_objects, num_ranks, rank, sum_over_ranks, together
+from common.base import distributed
+from common.base.distributed import OutageError, any_rank, gather_objects, num_ranks, rank, sum_over_ranks, together
+from common.generation import rollout
+from common.maths import losses
+from common.model import logprobs
+from common.run import checkpoint
+from common.training import optim
 
 TIME_LIMIT = 120  # seconds, for both processes together; a hang would take the 30 minutes of the process group
 
@@ -34,8 +39,10 @@ folder = sys.argv[1]
 sys.path.insert(0, sys.argv[2])
 from conftest import build_model
 from test_distributed import backward_of_rank
-from common import distributed, logprobs, optim
-from common.distributed import any_rank, gather_objects, print_main, sum_over_ranks, together
+from common.base import distributed
+from common.model import logprobs
+from common.training import optim
+from common.base.distributed import any_rank, gather_objects, print_main, sum_over_ranks, together
 
 torch.set_num_threads(1)
 processes = []

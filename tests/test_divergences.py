@@ -1,4 +1,4 @@
-"""Tests of common/divergences.py: numbers by hand, limits, and gradients against double precision."""
+"""Tests of common/maths/divergences.py: numbers by hand, limits, and gradients against double precision."""
 
 import math
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from bounds import rounding
 
-from common import divergences
-from common.divergences import generalized_jsd, topk_divergence
+from common.maths import divergences
+from common.maths.divergences import generalized_jsd, topk_divergence
 
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
 TEACHER, STUDENT = (torch.tensor(p).log() for p in ([0.9, 0.1], [0.4, 0.6]))

@@ -1,4 +1,4 @@
-"""Tests of common/embedder.py: where models come from, when they are loaded, and what they must not do."""
+"""Tests of common/tasks/embedder.py: where models come from, when they are loaded, and what they must not do."""
 
 import gc
 import json
@@ -22,9 +22,9 @@ from conftest import build_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 
-from common import embedder
-from common.embedder import Embedder, answer_part, fetch
-from common.similarity import cosines
+from common.tasks import embedder
+from common.tasks.embedder import Embedder, answer_part, fetch
+from common.tasks.similarity import cosines
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""Tests of common/engine.py and common/cache.py: what is computed, in which batches, and what stays for the next call.
+"""Tests of common/generation/engine.py and common/generation/cache.py: what is computed, in which batches, and what
+stays for the next call.
 
 What happens on a GPU in half precision is tried on the CPU too: a plain attention stands for the kernel, and a graph
 is an object that takes the captured step again, after a look at the memory it would read.
@@ -17,11 +18,12 @@ from bounds import assert_rounded
 from conftest import TINY, tiny_model
 from test_rollout import NORMS, assert_same, completions, in_double  # noqa: F401
 
-from common import attention, cache, engine, head
-from common.attention import Packed
-from common.cache import FlashCache, SdpaCache, Space
-from common.engine import Engine
-from common.rollout import Sampler
+from common.generation import cache, engine
+from common.generation.cache import FlashCache, SdpaCache, Space
+from common.generation.engine import Engine
+from common.generation.rollout import Sampler
+from common.model import attention, head
+from common.model.attention import Packed
 
 families = pytest.mark.families
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15, 16, 17], [20], [1, 2, 3], [7], [9, 9, 4, 4, 4], [8, 7]]

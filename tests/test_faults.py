@@ -26,8 +26,10 @@ from conftest import Slow, assert_equal_weights, fault, reward
 from test_reward_client import Fake, good, never
 from test_teacher_server import free_port
 
-from common import checkpoint, distributed, metrics, reward_client
-from common.distributed import OUTAGE_EXIT_CODE
+from common.base import distributed
+from common.base.distributed import OUTAGE_EXIT_CODE
+from common.run import checkpoint, metrics
+from common.tasks import reward_client
 
 pytestmark = pytest.mark.faults
 SOAK = "RL_HAND_KILLS" in os.environ
@@ -245,7 +247,7 @@ def test_a_killed_rank_is_named_by_the_other_which_ends(launcher, tmp_path, owne
 
 
 def test_a_rank_that_hangs_is_named_when_the_time_is_up(launcher, tmp_path):
-    hangs = partial(signalled_in, "common.rewards", "score", 1, 3, signal.SIGSTOP)
+    hangs = partial(signalled_in, "common.tasks.rewards", "score", 1, 3, signal.SIGSTOP)
     options = dict(steps=STEPS, constants={"TIMEOUT_MINUTES": 0.05}, reward_patience=1)
     with fault("one of 2 ranks hangs"):
         run = launcher.start("gspo_ddp", tmp_path, 2, prepare=hangs, **options)

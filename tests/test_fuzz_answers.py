@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import rewards
-from common.answers import answers_match, last_boxed, last_number, normal_answer, numbers_match, to_fraction
+from common.tasks import rewards
+from common.tasks.answers import answers_match, last_boxed, last_number, normal_answer, numbers_match, to_fraction
 
 pytestmark = pytest.mark.fuzz
 # derandomized: a failure comes from a change, not from the day

@@ -1,4 +1,6 @@
-"""Whatever a file holds, it is read as it is or refused by name: common/data.py on content that hypothesis makes up."""
+"""Whatever a file holds, it is read as it is or refused by name: common/tasks/data.py on content that hypothesis makes
+up.
+"""
 
 import json
 import re
@@ -8,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data import CHAT_TEMPLATE, make_tokenizer
 
-from common import rewards
-from common.data import ROLES, collate_columns, load_examples, read_json_lines
+from common.tasks import rewards
+from common.tasks.data import ROLES, collate_columns, load_examples, read_json_lines
 
 # derandomized: a failure comes from a change, not from the day
 pytestmark = pytest.mark.fuzz
@@ -94,7 +96,7 @@ SHADOWED = st.builds(lambda row, name: {**row, name: 5}, ROW, NAMES)
 
 
 def judge(completions, answers, **columns):
-    """A reward function like those of users: it relies on what the top of common/data.py promises."""
+    """A reward function like those of users: it relies on what the top of common/tasks/data.py promises."""
     assert all(isinstance(answer, str) and answer.strip() for answer in answers)
     assert all(len(values) == len(completions) for values in columns.values())
     return [0.0] * len(completions)

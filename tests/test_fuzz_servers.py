@@ -26,8 +26,9 @@ from test_reward_client import GOOD_RESULTS, answer, first, scores, stub_client
 from test_teacher_server import GENERATE, TOP_K, request, teacher_server
 from test_teacher_server import Server as TeacherServer
 
-from common import service, teacher_worker
-from common.distributed import OutageError
+from common.base import service
+from common.base.distributed import OutageError
+from common.distill import teacher_worker
 from grpo.poster import items, layout, reward, web
 from grpo.poster.fonts import Fonts
 from grpo.poster.layout import Malformed

@@ -12,7 +12,7 @@ from comparing import TERMS, assert_close, comparable, config_of, weight_differe
 from conftest import Run, assert_equal_weights, build_model, read_lines, reward, two_replicas
 from test_scripts import NEVER_ENDING, first_weights, metrics_explained, refused, stopped
 
-from common import offpolicy, teachers
+from common.distill import offpolicy, teachers
 
 parity = partial(pytest.param, marks=pytest.mark.parity)
 RAMP = dict(lmbda=0.9, lmbda_ramp=4)

@@ -18,9 +18,10 @@ from servers import HTTPService
 from test_logprobs import PROMPTS
 from test_teacher_server import Process, Server, free_port, wait_for
 
-from common import distillation, models, offpolicy, teacher_client, teachers
-from common.distributed import OUTAGE_EXIT_CODE
-from common.service import Service
+from common.base.distributed import OUTAGE_EXIT_CODE
+from common.base.service import Service
+from common.distill import distillation, offpolicy, teacher_client, teachers
+from common.model import models
 
 pytestmark = pytest.mark.services
 STEPS = 4

@@ -19,7 +19,8 @@ import torch
 from comparing import comparable, config_of, metric_differences, share, updates
 from conftest import ROOT, Run, reward, two_replicas
 
-from common import batches, losses
+from common.generation import batches
+from common.maths import losses
 
 FOLDER = ROOT / "tests" / "golden"
 POSTER = ROOT / "grpo" / "poster" / "poster_grpo.py"

@@ -14,11 +14,14 @@ from comparing import TERMS, assert_close
 from conftest import TINY, assert_equal_weights, build_tokenizer, tiny_model
 from safetensors.torch import load_file
 
-from common import checkpoint, logprobs, losses, models, optim
-from common.batches import RolloutBatch, deal
-from common.cache import FlashCache, SdpaCache
-from common.embedder import Embedder
-from common.rollout import Sampler
+from common.generation.batches import RolloutBatch, deal
+from common.generation.cache import FlashCache, SdpaCache
+from common.generation.rollout import Sampler
+from common.maths import losses
+from common.model import logprobs, models
+from common.run import checkpoint
+from common.tasks.embedder import Embedder
+from common.training import optim
 
 FAMILIES = ["qwen2", "gpt2"]
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15, 16, 17], [20], [21, 22, 23, 24, 25]]

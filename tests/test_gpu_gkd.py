@@ -10,10 +10,13 @@ from comparing import TERMS, share
 from conftest import assert_equal_weights, build_model
 from test_gpu import TORCHRUN, needs, run_script
 
-from common import distillation, divergences, head, logprobs, models, optim
-from common.devices import GIB
-from common.offload import Offload
-from common.teachers import LocalTeacher
+from common.base.devices import GIB
+from common.distill import distillation
+from common.distill.teachers import LocalTeacher
+from common.maths import divergences
+from common.model import head, logprobs, models
+from common.training import optim
+from common.training.offload import Offload
 
 pytestmark = pytest.mark.gpu
 FP32 = dict(dtype="fp32", steps=4, compile=False)

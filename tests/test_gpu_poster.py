@@ -8,7 +8,7 @@ import torch
 from conftest import ROOT, read_lines
 from test_images import FAMILIES, batch_of, folders, picture, sampler_of  # noqa: F401
 
-from common import images, logprobs, models
+from common.model import images, logprobs, models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

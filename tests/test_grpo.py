@@ -12,7 +12,9 @@ from conftest import SCRIPTS, Run, assert_equal_weights
 from safetensors.torch import load_file
 from test_scripts import NEVER_ENDING, Raising, failed, first_weights, metrics_explained, refused
 
-from common import distributed, embedder, layouts
+from common.base import distributed
+from common.planning import layouts
+from common.tasks import embedder
 
 parity = partial(pytest.param, marks=pytest.mark.parity)
 CLUSTERS = ("clusters", "singletons", "effective_clusters", "cosine")

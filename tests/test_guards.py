@@ -1,4 +1,4 @@
-"""Tests of common/guards.py: when a run has collapsed, what is said, and that it ends."""
+"""Tests of common/run/guards.py: when a run has collapsed, what is said, and that it ends."""
 
 import json
 import re
@@ -8,7 +8,7 @@ import pytest
 from comparing import comparable
 from conftest import ROOT, SCRIPTS
 
-from common import guards
+from common.run import guards
 
 
 def constant(completions, answers, **columns):

@@ -17,9 +17,10 @@ from transformers.models.qwen2_vl import Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl import Qwen3VLForConditionalGeneration
 
-from common import head, images, logprobs, rollout, sources
-from common import models as policies
-from common.logprobs import LogProbs
+from common.generation import rollout
+from common.model import head, images, logprobs, sources
+from common.model import models as policies
+from common.model.logprobs import LogProbs
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *images.SPECIALS]
 TEMPLATE = (

@@ -1,4 +1,4 @@
-"""Tests of common/layouts.py: what the scripts say about GPUs, by their constants and options."""
+"""Tests of common/planning/layouts.py: what the scripts say about GPUs, by their constants and options."""
 
 import contextlib
 import dataclasses
@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, SCRIPTS
 
-from common import layouts
+from common.planning import layouts
 
 ALL = [*SCRIPTS.values(), ROOT / "grpo" / "poster" / "poster_grpo.py"]
 RL = dict(policy_model="toy", reward_model="", reward_url="", kl_coef=0.0, device="cuda")

@@ -1,4 +1,4 @@
-"""Tests of common/logprobs.py against log-softmax over the full logits of one unpadded row at a time."""
+"""Tests of common/model/logprobs.py against log-softmax over the full logits of one unpadded row at a time."""
 
 import copy
 import gc
@@ -17,8 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common import attention, head, logprobs, lora, losses, models, offload, optim
-from common.logprobs import LogProbs
+from common.maths import losses
+from common.model import attention, head, logprobs, lora, models
+from common.model.logprobs import LogProbs
+from common.training import offload, optim
 
 CPU = torch.device("cpu")
 FAMILIES = ["qwen2", "gpt2"]

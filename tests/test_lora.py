@@ -1,4 +1,4 @@
-"""Tests of common/lora.py, of what the rest does with adapters, and of scripts/merge_adapters.py."""
+"""Tests of common/model/lora.py, of what the rest does with adapters, and of scripts/merge_adapters.py."""
 
 import contextlib
 import importlib.util
@@ -16,9 +16,12 @@ from safetensors.torch import load_file, save_file
 from test_checkpoint import Policy, weights_of
 from torch import nn
 
-from common import batches, checkpoint, logprobs, lora, merging, models, optim, rollout, sources
-from common.lora import Options
-from common.models import load_frozen, load_policy
+from common.generation import batches, rollout
+from common.model import logprobs, lora, merging, models, sources
+from common.model.lora import Options
+from common.model.models import load_frozen, load_policy
+from common.run import checkpoint
+from common.training import optim
 
 CPU = torch.device("cpu")
 FAMILIES = ["qwen2", "gpt2"]
@@ -434,7 +437,7 @@ def test_a_merged_vision_language_model_has_its_processor(tmp_path):
     from test_images import SIZES, build_model, build_tokenizer, chat
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    from common import images
+    from common.model import images
 
     tokenizer, base = build_tokenizer(), tmp_path / "base"
     build_model("qwen2_5_vl", tokenizer).save_pretrained(base)

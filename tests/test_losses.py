@@ -1,4 +1,4 @@
-"""Tests of common/losses.py: values and gradients against numbers worked out by hand.
+"""Tests of common/maths/losses.py: values and gradients against numbers worked out by hand.
 
 Where no bound is given, results of a handful of fp32 operations of size 1 are compared: 1e-5 is 84 roundings.
 """
@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from common import losses
+from common.maths import losses
 
 LOW, HIGH = 0.2, 0.3  # different, so that a swap shows
 NAN, INF = math.nan, math.inf

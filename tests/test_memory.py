@@ -1,4 +1,4 @@
-"""Tests of common/memory.py: a run whose memory runs out goes on, in smaller pieces and with the same numbers."""
+"""Tests of common/base/memory.py: a run whose memory runs out goes on, in smaller pieces and with the same numbers."""
 
 import copy
 import dataclasses
@@ -14,19 +14,13 @@ from comparing import assert_close
 from conftest import build_model, two_replicas
 from test_rollout import PROMPTS, assert_same, completions, fp64, make_sampler
 
-from common import (
-    batches,
-    budgets,
-    distillation,
-    distributed,
-    logprobs,
-    losses,
-    memory,
-    metrics,
-    models,
-    optim,
-    rollout,
-)
+from common.base import distributed, memory
+from common.distill import distillation
+from common.generation import batches, rollout
+from common.maths import losses
+from common.model import logprobs, models
+from common.run import metrics
+from common.training import budgets, optim
 
 CPU = torch.device("cpu")
 FULL = "CUDA out of memory. Tried to allocate 2.00 GiB."

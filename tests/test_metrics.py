@@ -1,4 +1,4 @@
-"""Tests of common/metrics.py: what stands in metrics.jsonl and samples.jsonl, and what is said on the console."""
+"""Tests of common/run/metrics.py: what stands in metrics.jsonl and samples.jsonl, and what is said on the console."""
 
 import json
 import math
@@ -9,10 +9,10 @@ import pytest
 import torch
 from bounds import rounding
 
-from common import metrics
-from common.batches import RolloutBatch
-from common.data import Example
-from common.metrics import Log, keep_lines
+from common.generation.batches import RolloutBatch
+from common.run import metrics
+from common.run.metrics import Log, keep_lines
+from common.tasks.data import Example
 
 CPU = torch.device("cpu")
 NAN = float("nan")

@@ -1,4 +1,4 @@
-"""Tests of common/models.py: loading, and what must be true of model and tokenizer before training."""
+"""Tests of common/model/models.py: loading, and what must be true of model and tokenizer before training."""
 
 import json
 import shutil
@@ -17,10 +17,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GPT2LMHeadModel, Qwen2Config
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
-from common import logprobs, models, sources
-from common.models import load_frozen, load_policy, load_spread, repair_padding
-from common.rollout import Sampler
-from common.sources import end_token_ids, find, load_tokenizer
+from common.generation.rollout import Sampler
+from common.model import logprobs, models, sources
+from common.model.models import load_frozen, load_policy, load_spread, repair_padding
+from common.model.sources import end_token_ids, find, load_tokenizer
 
 CPU = torch.device("cpu")
 FAMILIES = ["qwen2", "gpt2"]

@@ -17,7 +17,11 @@ from conftest import ROOT, SCRIPTS, assert_equal_weights, build_model
 from safetensors.torch import load_file, save_file
 from test_rewards import save_reward_model
 
-from common import batches, distillation, distributed, logprobs, lora, models, optim, reward_models
+from common.base import distributed
+from common.distill import distillation
+from common.generation import batches
+from common.model import logprobs, lora, models, reward_models
+from common.training import optim
 
 CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf

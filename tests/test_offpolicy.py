@@ -1,4 +1,6 @@
-"""Tests of common/offpolicy.py: the mix of on- and off-policy steps, and completions not sampled by the student."""
+"""Tests of common/distill/offpolicy.py: the mix of on- and off-policy steps, and completions not sampled by the
+student.
+"""
 
 import itertools
 import json
@@ -10,9 +12,10 @@ import torch
 from conftest import build_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from common import distributed, offpolicy, teachers
-from common.data import Example
-from common.offpolicy import TeacherAnswers, draw, share
+from common.base import distributed
+from common.distill import offpolicy, teachers
+from common.distill.offpolicy import TeacherAnswers, draw, share
+from common.tasks.data import Example
 
 CPU = torch.device("cpu")
 RECIPE = dict(teacher="t", data="d", system="", template=True, seed=3, temperature=1.0, max_new_tokens=4)

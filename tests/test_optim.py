@@ -1,4 +1,4 @@
-"""Tests of common/optim.py: small updates in low precision, clipping, failures, memory, and resuming.
+"""Tests of common/training/optim.py: small updates in low precision, clipping, failures, memory, and resuming.
 
 Two optimizers are compared bit for bit where the same kernel reads the same numbers, whatever memory they lie in.
 """
@@ -14,8 +14,8 @@ import torch
 from bounds import assert_rounded, rounding
 from torch import nn
 
-from common import optim
-from common.optim import AdamW, warmup
+from common.training import optim
+from common.training.optim import AdamW, warmup
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 1 GPU")]
 on_a_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])

@@ -11,7 +11,10 @@ from bounds import rounding
 from comparing import MEASURED, TERMS, assert_close, comparable
 from conftest import SCRIPTS, assert_equal_weights, reward
 
-from common import batches, layouts, logprobs, losses
+from common.generation import batches
+from common.maths import losses
+from common.model import logprobs
+from common.planning import layouts
 
 # One optimizer step per pass over a rollout, and four; micro-batches of several sequences
 ONE, FOUR = ({"num_minibatches": n, "gspo_epochs": 2, "micro_batch_tokens": 100} for n in (1, 4))

@@ -11,8 +11,12 @@ from conftest import ROOT, build_model, tiny_model
 from test_tools import load_script
 from torch.autograd.graph import saved_tensors_hooks
 
-from common import attention, cache, devices, footprint, layouts, lora, optim, plan, shapes
-from common.devices import GIB
+from common.base import devices
+from common.base.devices import GIB
+from common.generation import cache
+from common.model import attention, lora
+from common.planning import footprint, layouts, plan, shapes
+from common.training import optim
 
 plan_memory, random_vlm = load_script("plan_memory"), load_script("random_vlm")
 

@@ -17,8 +17,8 @@ from test_teacher_server import free_port
 sys.path.insert(0, str(ROOT / "scripts"))
 import random_vlm
 
-from common import images, models
-from common.distributed import OUTAGE_EXIT_CODE
+from common.base.distributed import OUTAGE_EXIT_CODE
+from common.model import images, models
 from grpo.poster import poster_grpo, synthetic, toys
 
 PATH = ROOT / "grpo" / "poster" / "poster_grpo.py"

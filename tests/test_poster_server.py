@@ -25,7 +25,7 @@ from PIL import Image
 from test_poster_launcher import alive
 from test_teacher_server import free_port, wait_for
 
-from common import reward_client
+from common.tasks import reward_client
 from grpo.poster import assessors, items, reward, reward_server, synthetic, tricks, web, worker
 from grpo.poster.reward_server import Config
 from grpo.poster.worker import Rewards

@@ -10,7 +10,7 @@ from bounds import assert_rounded
 from conftest import read_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import images, models, sources
+from common.model import images, models, sources
 from grpo.poster import records, supervised, synthetic, toys
 
 NAMES = ("toy-poster", "toy-poster-vlm")

@@ -1,4 +1,4 @@
-"""Tests of common/profiling.py: which steps are traced, what is written, and that tracing changes nothing."""
+"""Tests of common/run/profiling.py: which steps are traced, what is written, and that tracing changes nothing."""
 
 import gzip
 import json
@@ -8,8 +8,8 @@ import torch
 from comparing import comparable
 from conftest import assert_equal_weights
 
-from common import profiling
-from common.profiling import trace
+from common.run import profiling
+from common.run.profiling import trace
 
 FILES = {"trace.json.gz", "table.txt"}
 

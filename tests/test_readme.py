@@ -18,7 +18,7 @@ from test_teacher_server import free_port, wait_for
 from torch.distributed import run as torchrun
 from transformers import Qwen2Config
 
-from common import toy
+from common.tasks import toy
 from grpo.poster import layout, records, scorers, synthetic, toys, tricks
 
 pytestmark = pytest.mark.docs

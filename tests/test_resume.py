@@ -16,7 +16,7 @@ import pytest
 from comparing import assert_close, comparable
 from conftest import SCRIPTS, Slow, assert_equal_weights, read_lines, reward
 
-from common import checkpoint
+from common.run import checkpoint
 
 STEPS = 6  # of the run that nothing interrupts
 TORCHRUN = [Path(sys.executable).with_name("torchrun"), "--nproc_per_node=2"]

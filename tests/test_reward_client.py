@@ -16,10 +16,13 @@ from conftest import SCRIPTS, assert_equal_weights
 from servers import HTTPService
 from test_teacher_server import free_port
 
-from common import batches, checkpoint, distributed, reward_client, rollout, service
-from common.distributed import OUTAGE_EXIT_CODE, OutageError
-from common.reward_client import RewardService
-from common.service import Service, Unavailable
+from common.base import distributed, service
+from common.base.distributed import OUTAGE_EXIT_CODE, OutageError
+from common.base.service import Service, Unavailable
+from common.generation import batches, rollout
+from common.run import checkpoint
+from common.tasks import reward_client
+from common.tasks.reward_client import RewardService
 
 
 class Fake(HTTPService):

@@ -21,10 +21,12 @@ import torch
 from bounds import assert_rounded
 from test_teacher_server import wait_for
 
-from common import answers as answers_module
-from common import background, reward_models, rewards
-from common.answers import to_fraction
-from common.rewards import answers_match, extract_answer, last_boxed, last_number, score
+from common.base import background
+from common.model import reward_models
+from common.tasks import answers as answers_module
+from common.tasks import rewards
+from common.tasks.answers import to_fraction
+from common.tasks.rewards import answers_match, extract_answer, last_boxed, last_number, score
 
 ROOT = Path(__file__).resolve().parents[1]
 TOWER = r"\boxed{5^{5^{5^{5^5}}}}"  # no computer finishes this one
@@ -274,7 +276,7 @@ import sys
 from unittest import mock
 sys.modules["torch"] = mock.MagicMock()  # takes seconds to import, and the grader does not need it
 open(sys.argv[1], "a").write("started\n")
-from common import answers
+from common.tasks import answers
 assert answers.answers_match(r"\boxed{x+1}", "1+x") == 0
 print(answers._grader.child.pid, flush=True)
 answers.answers_match(rf"\boxed{{{sys.argv[1]}+x}}", "x+1", limit=5.0)

@@ -1,4 +1,4 @@
-"""Tests of common/rollout.py: what is sampled, from which distribution, and how it reaches the update."""
+"""Tests of common/generation/rollout.py: what is sampled, from which distribution, and how it reaches the update."""
 
 import contextlib
 import copy
@@ -13,11 +13,12 @@ from bounds import assert_rounded, rounding
 from conftest import build_model, tiny_model
 from test_sampling import reference
 
-from common import attention, head, logprobs, losses, models
-from common.batches import RolloutBatch, assemble
-from common.engine import Engine
-from common.rollout import Sampler
-from common.sampling import Sampling, uniforms
+from common.generation.batches import RolloutBatch, assemble
+from common.generation.engine import Engine
+from common.generation.rollout import Sampler
+from common.maths import losses
+from common.maths.sampling import Sampling, uniforms
+from common.model import attention, head, logprobs, models
 
 FAMILIES = ["qwen2", pytest.param("gpt2", marks=pytest.mark.families)]
 # who decodes: the engine, or, for models that it does not serve, loops over the cache of transformers

@@ -1,4 +1,4 @@
-"""Tests of common/sampling.py: the distribution drawn from, the draw, and its random numbers."""
+"""Tests of common/maths/sampling.py: the distribution drawn from, the draw, and its random numbers."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from bounds import assert_rounded, rounding
 
-from common.sampling import BLOCK, Sampling, distribution, draw, uniforms
+from common.maths.sampling import BLOCK, Sampling, distribution, draw, uniforms
 
 NONE = torch.tensor([], dtype=torch.long)
 LAST = 1 - 2**-53  # the largest random number

@@ -17,7 +17,13 @@ from conftest import ROOT, SCRIPTS, Run, assert_equal_weights, reward
 from safetensors.torch import load_file
 from test_rewards import save_reward_model
 
-from common import checkpoint, distributed, layouts, logprobs, optim, rewards, rollout
+from common.base import distributed
+from common.generation import rollout
+from common.model import logprobs
+from common.planning import layouts
+from common.run import checkpoint
+from common.tasks import rewards
+from common.training import optim
 
 parity = partial(pytest.param, marks=pytest.mark.parity)
 ALONE_AND_TOGETHER = pytest.mark.parametrize("script, ranks", [("gspo", 1), parity("gspo_ddp", 2)])

@@ -21,7 +21,7 @@ import pytest
 import torch
 from conftest import ROOT, build_tokenizer
 
-from common import lora, models, reward_models, sources
+from common.model import lora, models, reward_models, sources
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ CALLS_OF = {"os.system", "yaml.load", "yaml.load_all", "torch.load", "torch.hub.
 BUILT_IN = {"eval", "exec", "compile", "__import__"}
 OPTIONS = {"shell": True, "verify": False, "allow_pickle": True, "weights_only": False}
 ALLOWED = {
-    ("common/layouts.py", "spec_from_file_location"): "a script that the user names, to read its constants",
+    ("common/planning/layouts.py", "spec_from_file_location"): "a script that the user names, to read its constants",
     ("grpo/poster/assessors.py", "multiprocessing"): "a pipe between the server and a process that it started itself: "
     "what came over HTTP has been made into texts and numbers before it goes there",
     ("grpo/poster/scorers.py", "import_module"): "the scorer that the user names on the command line",
@@ -261,7 +261,7 @@ def test_code_of_a_processor_is_not_run(tmp_path, marker):
     from test_images import build_tokenizer as build_vlm_tokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    from common import images
+    from common.model import images
 
     tokenizer = build_vlm_tokenizer()
     build_vlm("qwen2_5_vl", tokenizer).config.save_pretrained(tmp_path)

@@ -1,4 +1,6 @@
-"""Tests of common/sharding.py and of runs with --fsdp: the same training, in parts; and of runs on several machines."""
+"""Tests of common/training/sharding.py and of runs with --fsdp: the same training, in parts; and of runs on several
+machines.
+"""
 
 import dataclasses
 import os
@@ -17,7 +19,11 @@ from test_teacher_server import free_port
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
-from common import batches, distributed, layouts, logprobs, optim, plan, sharding
+from common.base import distributed
+from common.generation import batches
+from common.model import logprobs
+from common.planning import layouts, plan
+from common.training import optim, sharding
 
 CPU = torch.device("cpu")
 FSDP = dict(fsdp=True, micro_batch_tokens=60)

@@ -1,4 +1,4 @@
-"""Tests of common/similarity.py: clusters, the automatic threshold, and clusters in rewards and advantages."""
+"""Tests of common/tasks/similarity.py: clusters, the automatic threshold, and clusters in rewards and advantages."""
 
 import itertools
 import json
@@ -9,10 +9,10 @@ import torch
 from bounds import assert_rounded, rounding
 from conftest import SCRIPTS, load_script
 
-from common import similarity
-from common.advantages import group_advantages
-from common.embedder import Embedder
-from common.similarity import Threshold, cluster, cluster_by_silhouette, cosines, group_rewards, reweight, within
+from common.maths.advantages import group_advantages
+from common.tasks import similarity
+from common.tasks.embedder import Embedder
+from common.tasks.similarity import Threshold, cluster, cluster_by_silhouette, cosines, group_rewards, reweight, within
 
 NAN, INF = math.nan, math.inf
 script = load_script(SCRIPTS["similarity_grpo"])

@@ -31,10 +31,13 @@ sys.path.insert(0, str(ROOT / "gkd"))
 import teacher_server
 from teacher_server import Config, Teacher
 
-from common import batches, config, models, rollout, service, serving, teacher_client, teacher_worker, teachers
-from common.distributed import OutageError
-from common.service import Service, Unavailable
-from common.teacher_client import RemoteTeacher
+from common.base import config, service, serving
+from common.base.distributed import OutageError
+from common.base.service import Service, Unavailable
+from common.distill import teacher_client, teacher_worker, teachers
+from common.distill.teacher_client import RemoteTeacher
+from common.generation import batches, rollout
+from common.model import models
 
 CPU, V, SCRIPT = torch.device("cpu"), 64, ROOT / "gkd" / "teacher_server.py"
 TOP_K, GENERATE = "/topk_logprobs", "/generate"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from common import toy
+from common.tasks import toy
 
 PROMPT = "<|im_start|>user\nsort 7 3 1 9 4<|im_end|>\n<|im_start|>assistant\n"
 

@@ -1,4 +1,4 @@
-"""Tests of common/wire.py, peers.py and storage.py: what ranks tell one another, and whose a folder is."""
+"""Tests of common/base/wire.py, peers.py and storage.py: what ranks tell one another, and whose a folder is."""
 
 import errno
 import fcntl
@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common import peers, storage, wire
+from common.base import peers, storage, wire
 
 
 @pytest.mark.parametrize("value", [

@@ -34,9 +34,10 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageColor
 
-sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import checks, config, data
-from common.checks import require
+sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common/maths/losses.py").is_file())))
+from common.base import checks, config
+from common.base.checks import require
+from common.tasks import data
 from grpo.poster import layout, records, synthetic
 
 CLASSES = {

@@ -10,7 +10,7 @@ PARTS = ("structure", "accuracy", "visual", "format", "hygiene", "parse_ok")
 
 
 class LocalRewards:
-    """Scores with the interface of `common.reward_client.RewardService`."""
+    """Scores with the interface of `common.tasks.reward_client.RewardService`."""
 
     def __init__(self, coord_space: str):
         """Loads the built-in font.

@@ -23,18 +23,23 @@ from pathlib import Path
 import torch
 from transformers import set_seed
 
-sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import advantages, background, budgets, checkpoint, checks, config, data, devices, distributed, guards
-from common import images, logprobs, lora, losses, metrics, models, optim, plan, profiling, reward_client, rewards
-from common import rollout, rules, shapes, sharding, sources
-from common.checks import require
+sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common/maths/losses.py").is_file())))
+from common.base import background, checks, config, devices, distributed
+from common.base.checks import require
+from common.generation import rollout
+from common.maths import advantages, losses
+from common.model import images, logprobs, lora, models, sources
+from common.planning import plan, shapes
+from common.run import checkpoint, guards, metrics, profiling, rules
+from common.tasks import data, reward_client, rewards
+from common.training import budgets, optim, sharding
 from grpo.poster import records, toys
 from grpo.poster.local import LocalRewards
 
 REFERENCE_GPU_ID = None  # frozen reference, loaded only if kl_coef > 0; None: the GPU of each rank; or a GPU number
 TIMEOUT_MINUTES = 60  # ranks wait this long for one another: longer than the slowest reward or evaluation takes
 
-# how the terms of a minibatch are averaged (common/losses.py, aggregate); "gspo" has one ratio per sequence
+# how the terms of a minibatch are averaged (common/maths/losses.py, aggregate); "gspo" has one ratio per sequence
 AGGREGATION = {"gspo": "seq_mean", "grpo": "seq_mean", "dapo": "token_mean", "dr_grpo": "constant"}
 REWARDS = ()  # (function, weight): more, added to the score of the poster; such as (rewards.length_reward(300), 0.1)
 THUMBNAIL = 384  # pixels, long side of the copies of input images that go to the service
@@ -94,7 +99,7 @@ class Config:
     load_bits: int = 0  # with LoRA: hold the weights in 8 or 4 bits (bitsandbytes); 0: as dtype says
     gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time in the update
     optimizer_offload: str = "none"  # AdamW's state in CPU memory: "rollout", while completions are sampled; "always"
-    fsdp: bool = False  # shard weights, gradients and AdamW's state over the ranks (FSDP2): common/sharding.py
+    fsdp: bool = False  # shard weights, gradients and AdamW's state over the ranks (FSDP2): common/training/sharding.py
     memory_limit: float = 0.0  # GiB of each GPU that this run may take; 0: all that is free
     force: bool = False  # start although the plan says that memory will not suffice
     compile: bool = True  # torch.compile on GPUs: faster steps, some seconds in the first

@@ -15,8 +15,8 @@ from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
-from common import data
-from common.distributed import print_main
+from common.base.distributed import print_main
+from common.tasks import data
 from grpo.poster import layout, pictures, synthetic
 
 MAX_PIXELS = 25_000_000  # of an input image: a file of some kilobytes can unpack to gigabytes

@@ -22,9 +22,9 @@ from typing import Any
 
 import uvicorn
 
-sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import checks, config, serving
-from common.checks import require
+sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common/maths/losses.py").is_file())))
+from common.base import checks, config, serving
+from common.base.checks import require
 from grpo.poster.items import MAX_ITEMS
 from grpo.poster.web import create_app
 from grpo.poster.worker import Rewards

@@ -16,10 +16,14 @@ from typing import Any
 import torch
 from transformers import ProcessorMixin, PreTrainedTokenizerBase, set_seed
 
-sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common" / "losses.py").is_file())))
-from common import checkpoint, checks, config, data, images, logprobs, metrics, models, offpolicy, optim, sources
-from common import storage
-from common.checks import require
+sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common/maths/losses.py").is_file())))
+from common.base import checks, config, storage
+from common.base.checks import require
+from common.distill import offpolicy
+from common.model import images, logprobs, models, sources
+from common.run import checkpoint, metrics
+from common.tasks import data
+from common.training import optim
 from grpo.poster import records, synthetic, toys
 
 

@@ -28,8 +28,8 @@ from transformers import (
 from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl import Qwen2VLImageProcessorPil
 
-from common import images
-from common import toy
+from common.model import images
+from common.tasks import toy
 from grpo.poster import records, synthetic
 
 VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
@@ -56,7 +56,7 @@ def find(name: str) -> str:
     """Returns the folder of a built-in poster model, and any other name as it is.
 
     Args:
-        name: "toy-poster", "toy-poster-vlm", or what `common.models.load_policy` takes.
+        name: "toy-poster", "toy-poster-vlm", or what `common.model.models.load_policy` takes.
     """
     return str(folder(name)) if name in STEPS else name
 
@@ -71,8 +71,8 @@ def folder(name: str = "toy-poster") -> Path:
         name: "toy-poster" or "toy-poster-vlm".
 
     Returns:
-        A folder for `common.models.load_policy`; that of the vision-language model for
-        `common.images.load_processor` as well.
+        A folder for `common.model.models.load_policy`; that of the vision-language model for
+        `common.model.images.load_processor` as well.
 
     Raises:
         ValueError: there is no such model.

@@ -21,9 +21,9 @@ import torch
 from PIL import Image
 from transformers import GenerationConfig, PretrainedConfig, ProcessorMixin, Qwen2_5_VLForConditionalGeneration
 
-from common import models, sources
-from common.checks import require
-from common.images import load_processor
+from common.base.checks import require
+from common.model import models, sources
+from common.model.images import load_processor
 from grpo.poster.errors import ScorerError
 
 QUESTION = (

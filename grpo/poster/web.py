@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from common import serving
+from common.base import serving
 from grpo.poster import counts, items
 from grpo.poster.items import MAX_BODY, Refused
 from grpo.poster.worker import Rewards

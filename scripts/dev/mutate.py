@@ -32,7 +32,7 @@ FIRST_LIMIT, REST_LIMIT = 900, 7200  # seconds; what takes longer hangs
 NO_PROOF = "copies"
 # Built-in models, which are trained once: with a fault they would be others, and in every run they would take long
 MODELS = """
-from common import toy
+from common.tasks import toy
 from grpo.poster import toys
 
 for module in (toy, toys):

@@ -1,0 +1,328 @@
+"""HTTP clients of the services beside a run, such as a teacher: tensors as bytes, retries, and waiting out an outage.
+
+A request is repeated until it is answered or the patience ends, so it must be one that may be computed twice. When the
+service is away, one thread asks for its health and all others wait: a server that starts again meets no storm.
+"""
+
+import json
+import random
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+import safetensors.torch
+import torch
+import urllib3
+
+from common.base import background
+from common.base.checks import is_loopback
+from common.base.distributed import OutageError, print_main
+
+CONNECT_SECONDS = 5.0
+HEALTH_SECONDS = 10.0  # for an answer of /health, which computes nothing
+PAUSES = (0.1, 5.0)  # seconds between tries: the first, and what doubling ends at
+REPORT_SECONDS = 15.0  # between lines that say that the run still waits
+MAX_ERRORS = 2  # repetitions of a request that the server failed at: more would only repeat its error
+MAX_ANSWER = 2**26  # bytes of an answer, unless a service needs more: one without an end must not fill the memory
+MAX_HEADER = 2**16  # bytes of what safetensors say of themselves; a million names take a minute and a gigabyte
+MAX_SAID = 500  # characters of a server's error that are passed on
+
+
+class Unavailable(Exception):
+    """A request was not answered, and may be later."""
+
+    def __init__(self, text: str, busy: bool = False, retry_after: float = 0.0):
+        super().__init__(text)
+        self.busy, self.retry_after = busy, retry_after  # busy: it is there, but has no time now
+
+
+def pack(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> bytes:
+    """Tensors and words as one body in the safetensors format.
+
+    Args:
+        tensors: by name.
+        metadata: values become strings.
+    """
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return safetensors.torch.save(contiguous, {key: str(value) for key, value in metadata.items()})
+
+
+def unpack(body: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """What `pack` put together.
+
+    Args:
+        body: of a request or an answer.
+
+    Raises:
+        ValueError: it is not in the safetensors format.
+    """
+    size = int.from_bytes(body[:8], "little")
+    try:
+        if size > MAX_HEADER:
+            raise ValueError(f"a header of {size} bytes: must be at most {MAX_HEADER}")
+        tensors = safetensors.torch.load(body)
+        header = json.loads(body[8 : 8 + size])
+    except (safetensors.SafetensorError, ValueError, KeyError) as error:
+        raise ValueError(f"a body of {len(body)} bytes is not in the safetensors format ({error})") from error
+    return tensors, header.get("__metadata__") or {}
+
+
+class Service:
+    """A server that a run depends on.
+
+    Attributes:
+        on_recovery: called when the service is back after an outage, before anything else is sent; it may use `once`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str = "",
+        timeout_s: float,
+        patience_s: float,
+        workers: int = 1,
+        content_type: str = "application/octet-stream",
+        max_answer: int = MAX_ANSWER,
+    ):
+        """Notes where the service is; nothing is sent yet.
+
+        Args:
+            url: such as "http://127.0.0.1:15555".
+            token: sent as "Authorization: Bearer ..." if not empty.
+            timeout_s: seconds for the answer of one request, until its last byte.
+            patience_s: seconds that the service may stay away before the run gives up.
+            workers: requests in flight at a time in `each`.
+            content_type: of the bodies sent.
+            max_answer: bytes of an answer; what is longer is an error of the server.
+
+        Raises:
+            ValueError: not an address, a number out of range, or a token that no header can hold.
+        """
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"url = {url!r}: must be an address such as http://127.0.0.1:15555")
+        for name, value in (("timeout_s", timeout_s), ("patience_s", patience_s), ("workers", workers)):
+            if not value > 0:
+                raise ValueError(f"{name} = {value}: must be above 0; raise it")
+        if not timeout_s < float("inf"):
+            raise ValueError(f"timeout_s = {timeout_s}: must be finite, or an answer that never comes is waited for")
+        token = token.strip()  # a file or a variable often ends with a line break
+        if not (token.isascii() and token.isprintable()):  # requests would show it in its own error
+            raise ValueError(f"token of {len(token)} characters: must be printable ASCII; choose another on both sides")
+        self.url, self.token, self.timeout_s, self.patience_s = url.rstrip("/"), token, timeout_s, patience_s
+        self.workers, self.content_type, self.on_recovery = workers, content_type, lambda: None
+        self.max_answer = max_answer
+        self._local = is_loopback(parts.hostname)
+        self._idle: list[requests.Session] = []  # one for each request in flight: their connections stay open
+        self._outage: Future | None = None  # done when the service is back, or given up
+        self._lock = threading.Lock()
+        self._random = random.Random()  # not the generator of the run
+
+    def get(self, path: str) -> bytes:
+        """The body of an answer.
+
+        Args:
+            path: such as "/info".
+
+        Raises:
+            OutageError: the service stayed away longer than the patience.
+            RuntimeError: the server failed, with what it said.
+            ValueError: the server refused the request, with what it said.
+        """
+        return self._request("GET", path, None)
+
+    def post(self, path: str, body: bytes) -> bytes:
+        """Sends a body, and gives that of the answer; raises what `get` raises.
+
+        Args:
+            path: such as "/topk_logprobs".
+            body: from `pack`, or JSON.
+        """
+        return self._request("POST", path, body)
+
+    def each(self, function: Callable[[Any], None], items: Iterable[Any]) -> None:
+        """Calls a function that sends requests for every item, `workers` of them at a time.
+
+        Args:
+            function: called in threads; the first error ends the work and is raised.
+            items: taken in order.
+        """
+        todo = deque(items)
+
+        def work() -> None:
+            while todo:
+                try:
+                    item = todo.popleft()
+                except IndexError:  # another thread was quicker
+                    return
+                try:
+                    function(item)
+                except BaseException:
+                    todo.clear()
+                    raise
+
+        for future in [background.start(work) for _ in range(min(self.workers, len(todo)))]:
+            future.result()
+
+    def wait_until_ready(self, seconds: float) -> None:
+        """Returns when the service says that it is ready.
+
+        Args:
+            seconds: to wait at most.
+
+        Raises:
+            OutageError: it was not.
+        """
+        self._probe(seconds)
+
+    def once(self, method: str, path: str, body: bytes | None = None, seconds: float | None = None) -> bytes:
+        """One try of a request.
+
+        Args:
+            method: "GET" or "POST".
+            path: such as "/info".
+            body: from `pack`.
+            seconds: for the answer; timeout_s by default.
+
+        Raises:
+            Unavailable: no answer, or one that says "later".
+            RuntimeError: as `get`, or the answer is too long; likewise ValueError.
+        """
+        try:
+            session = self._idle.pop()
+        except IndexError:
+            session = requests.Session()
+            # a proxy in the environment is not for loopback; and .netrc must not replace the token, hence the auth
+            session.trust_env, session.auth = not self._local, self._authorize
+        seconds = seconds or self.timeout_s
+        # in a thread: the timeout of a connection begins anew with every byte, also of a header that never ends
+        exchange = background.start(self._exchange, session, method, path, body, seconds)
+        try:
+            answer, content = exchange.result(CONNECT_SECONDS + seconds)
+        except (requests.ConnectionError, requests.Timeout, urllib3.exceptions.HTTPError) as error:
+            self._idle.append(session)
+            raise Unavailable(f"{type(error).__name__}: {error}") from error
+        except TimeoutError as error:  # the session stays with its thread
+            raise Unavailable(f"no answer within {seconds:g} s") from error
+        self._idle.append(session)
+        status = answer.status_code
+        if len(content) > self.max_answer:
+            raise RuntimeError(f"{method} {self.url}{path}: an answer of more than {self.max_answer} bytes")
+        if status == 200:
+            return bytes(content)
+        text = f"{method} {self.url}{path}: status {status}, {_said(content)}"
+        if status in (429, 502, 503, 504):
+            wait = answer.headers.get("Retry-After", "")
+            raise Unavailable(text, busy=status in (429, 504), retry_after=float(wait) if wait.isdecimal() else 0.0)
+        raise (RuntimeError if status >= 500 else ValueError)(text)
+
+    def _exchange(
+        self, session: requests.Session, method: str, path: str, body: bytes | None, seconds: float
+    ) -> tuple[requests.Response, bytearray]:
+        """Sends a request and reads its answer, up to the first part that is too much."""
+        # a server that knows the first header does not compute what nobody waits for any more; and what is packed could
+        # be a thousand times as long as what comes
+        headers = {"X-Timeout-Ms": str(int(1000 * seconds)), "Accept-Encoding": "identity"}
+        headers |= {"Content-Type": self.content_type} if body else {}
+        end = time.monotonic() + seconds
+        answer = session.request(method, self.url + path, data=body, headers=headers, allow_redirects=False,
+                                 stream=True, timeout=(CONNECT_SECONDS, seconds))  # fmt: skip
+        content = bytearray()
+        while part := answer.raw.read1(2**20, decode_content=False):
+            content += part
+            if len(content) > self.max_answer:
+                answer.close()
+                break
+            if time.monotonic() > end:
+                answer.close()
+                raise requests.Timeout(f"the answer was not complete after {seconds:g} s")
+        return answer, content
+
+    def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        if self.token:
+            request.headers["Authorization"] = f"Bearer {self.token}"
+        return request
+
+    def _request(self, method: str, path: str, body: bytes | None) -> bytes:
+        since, pause, errors = 0.0, PAUSES[0], 0
+        while True:
+            if (outage := self._outage) is not None:
+                outage.result()
+            try:
+                return self.once(method, path, body)
+            except Unavailable as error:
+                since = since or time.monotonic()
+                left = since + self.patience_s - time.monotonic()
+                if left <= 0:
+                    raise self._given_up(self.patience_s, error) from error
+                if not error.busy:
+                    self._wait()
+                self._sleep(min(left, max(pause, error.retry_after)))
+            except RuntimeError:
+                errors += 1
+                if errors > MAX_ERRORS:
+                    raise
+                self._sleep(pause)
+            pause = min(2 * pause, PAUSES[1])
+
+    def _wait(self) -> None:
+        """Until the service is back. The first thread that comes here looks out for it, and the others wait."""
+        with self._lock:
+            first = self._outage is None
+            outage = self._outage = Future() if first else self._outage
+        if not first:
+            return outage.result()
+        try:
+            self._probe(self.patience_s, self.on_recovery)
+        except BaseException as error:
+            self._outage = None
+            outage.set_exception(error)
+            raise
+        self._outage = None
+        outage.set_result(None)
+
+    def _probe(self, patience_s: float, then: Callable[[], None] = lambda: None) -> None:
+        start, pause, reported = time.monotonic(), PAUSES[0], None
+        while True:
+            try:
+                self.once("GET", "/health", seconds=min(HEALTH_SECONDS, self.timeout_s))
+                then()
+                break
+            except Unavailable as error:
+                now = time.monotonic()
+                left = start + patience_s - now
+                if left <= 0:
+                    raise self._given_up(patience_s, error) from error
+                if reported is None or now - reported > REPORT_SECONDS:
+                    how_long = f"up to {patience_s:g} s" if reported is None else f"{left:.0f} s more at most"
+                    print_main(f"{self.url} is not ready: waiting for it, {how_long} ({error})", file=sys.stderr)
+                    reported = now
+                self._sleep(min(left, pause))
+                pause = min(2 * pause, PAUSES[1])
+        if reported is not None:
+            print_main(f"{self.url} is ready after {time.monotonic() - start:.0f} s: going on", file=sys.stderr)
+
+    def _sleep(self, seconds: float) -> None:
+        """About this long: the threads and ranks of a run, which fail together, should not come back together."""
+        time.sleep(seconds * self._random.uniform(1.0, 1.3))
+
+    def _given_up(self, seconds: float, error: Unavailable) -> OutageError:
+        return OutageError(
+            f"{self.url} stayed away for {seconds:g} s, last with: {error}. Start the server again, then run the same "
+            "command: the run goes on from its checkpoint. A longer patience would wait for it"
+        )
+
+
+def _said(content: bytes | bytearray) -> str:
+    """The error text of a server."""
+    try:
+        return str(json.loads(content)["error"])[:MAX_SAID]
+    except (ValueError, KeyError, TypeError, RecursionError):  # not one of ours
+        return content[:MAX_SAID].decode(errors="replace")

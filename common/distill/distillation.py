@@ -1,0 +1,260 @@
+"""What distillation computes from last hidden states: divergences of a student from a teacher, chunk by chunk.
+
+A teacher hands over the hidden states of the completion tokens, [N, H] numbers instead of [N, V] logits, and its output
+head. Both heads are applied here, to some tokens at a time, and the gradient of the student's logits goes at once into
+that of its hidden states and its head: the logits of neither side ever exist as a whole, and none is computed twice.
+
+Dims: m sequences, C completion tokens of one at most, N of all together, n of those in one chunk, H hidden size of the
+student, Ht of the teacher, V vocabulary, K the teacher's top k.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from common.base.distributed import print_main
+from common.maths import divergences
+from common.model.head import add_mm, chunks, kernel, mm, operand, project, softcap_of
+from common.model.logprobs import LogProbs
+
+SLICES, COMPILED_SLICES = 16, 8  # parts of a chunk whose temporary results are alive at the same time
+NEAR_AN_END = 0.01  # of beta from 0 or 1
+FP16_SCALE = 256.0  # gradients of logits are scaled by this in fp16, whose smallest number is 6e-8
+VALUES = ("divergence", "forward_kl", "reverse_kl", "student_logps", "teacher_logps", "entropy")
+
+
+class HiddenStates(LogProbs):
+    """A teacher whose head is applied elsewhere: tokens in, last hidden states out."""
+
+    def forward(
+        self,
+        prompt_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+        completion_ids: torch.Tensor,
+        completion_mask: torch.Tensor,
+    ) -> tuple[torch.Tensor]:
+        """The states that predict each completion token.
+
+        Args:
+            prompt_ids: [m, Q] int64, padded on the left.
+            prompt_mask: [m, Q] bool.
+            completion_ids: [m, C] int64, padded on the right.
+            completion_mask: [m, C] bool.
+
+        Returns:
+            [m, C, Ht] in the dtype of the model, 0 where masked; in a tuple, as `logprobs.fill` takes it.
+        """
+        hidden_NH, place = self.states(prompt_ids, prompt_mask, completion_ids, completion_mask)
+        zeros_mCH = hidden_NH.new_zeros(*completion_ids.shape, hidden_NH.shape[-1])
+        return (zeros_mCH.index_put(tuple(x.to(hidden_NH.device) for x in place), hidden_NH),)
+
+
+class Divergences(LogProbs):
+    """A student as the distillation loss sees it: tokens and what the teacher said of them in, loss out."""
+
+    def __init__(
+        self, model: nn.Module, temperature: float, compile: bool, beta: float, shared: int, head: "Head | None"
+    ):
+        """Wraps a student.
+
+        Args:
+            model: a transformers causal language model, with dropout off.
+            temperature: divides the logits of both sides.
+            compile: as in `LogProbs`.
+            beta: of the generalized JSD, see common/maths/divergences.py.
+            shared: number of the first token ids that both vocabularies have; all others are left out on both sides.
+            head: the teacher's output head; None for a teacher that sends its top k.
+
+        Raises:
+            ValueError: beta or temperature out of range.
+        """
+        divergences.check(beta, temperature)
+        if 0 < min(beta, 1 - beta) < NEAR_AN_END:
+            end = "forward" if beta < 0.5 else "reverse"
+            print_main(
+                f"warning: beta = {beta}: so near an end the generalized JSD is the {end} KL times "
+                f"{min(beta, 1 - beta):.3g}, a loss of nearly 0; set loss to {end}_kl, or beta further inside"
+            )
+        super().__init__(model, temperature, compile)
+        self.beta, self.shared, self.head = beta, shared, head
+
+    def forward(
+        self,
+        prompt_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+        completion_ids: torch.Tensor,
+        completion_mask: torch.Tensor,
+        weights: torch.Tensor,
+        *said: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weighted sum of the divergences, and what there is to report.
+
+        Args:
+            prompt_ids: [m, Q] int64, padded on the left.
+            prompt_mask: [m, Q] bool.
+            completion_ids: [m, C] int64, padded on the right.
+            completion_mask: [m, C] bool.
+            weights: [m, C] fp32, of each token in the loss: 1 / trained tokens, or 0.
+            *said: the teacher's last hidden states [m, C, Ht]; or its top k: ids [m, C, K], their log-probabilities
+                [m, C, K], log of the mass of all others [m, C], log-probabilities of the completion's tokens [m, C].
+
+        Returns:
+            The loss [1] fp32, and [m, C, 6] fp32 without gradient: VALUES, 0 where masked.
+        """
+        hidden_NH, place = self.states(prompt_ids, prompt_mask, completion_ids, completion_mask)
+        output, device = self.model.get_output_embeddings(), hidden_NH.device
+        # without gradients `needs_input_grad` is still that of the weights, and theirs would be made for nothing
+        own = (x if torch.is_grad_enabled() else _detached(x) for x in (output.weight, output.bias))
+        of_tokens = [x[place] for x in said]
+        if self.head is not None:
+            target = Full(self.head.on(device), self.shared, self.beta, self.temperature, self.compiled)
+        else:
+            target = TopK(self.beta, self.temperature, self.compiled)
+        loss, values_6N = _Divergence.apply(
+            hidden_NH, *own, weights[place], softcap_of(self.model), self.shared, target, completion_ids[place],
+            *of_tokens,
+        )  # fmt: skip
+        values_mC6 = torch.zeros(*completion_ids.shape, len(VALUES), device=device)
+        return loss, values_mC6.index_put(place, values_6N.t())
+
+
+class Head:
+    """A frozen output head, with a copy on every device that asks for one."""
+
+    def __init__(self, model: nn.Module):
+        """Takes the head of a model.
+
+        Args:
+            model: a transformers causal language model that is not trained.
+        """
+        output = model.get_output_embeddings()
+        self.softcap = softcap_of(model)
+        self._copies = {output.weight.device: tuple(_detached(x) for x in (output.weight, output.bias))}
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None, float | None]:
+        """Weight [V, Ht], bias [V] or None, and soft cap, on a device.
+
+        Args:
+            device: of the student.
+        """
+        if device not in self._copies:
+            source = next(iter(self._copies.values()))
+            self._copies[device] = tuple(x if x is None else x.to(device) for x in source)
+        return *self._copies[device], self.softcap
+
+
+def _detached(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.detach()
+
+
+class Full:
+    """Divergence over the whole vocabulary, from the hidden states of a teacher."""
+
+    rule = staticmethod(divergences.full)
+
+    def __init__(self, head: tuple, shared: int, beta: float, temperature: float, compile: bool):
+        weight_VH, bias_V, self.softcap = head
+        self.weight, self.bias = operand(weight_VH)[:shared], None if bias_V is None else bias_V[:shared]
+        self.options, self.compile = (beta, temperature), compile
+
+    def inputs(self, ids_n: torch.Tensor, states_nH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the rule takes beside the student's logits."""
+        return project(states_nH, self.weight, self.bias, self.softcap), ids_n
+
+
+class TopK:
+    """Divergence over the top k of a teacher behind a wire, and a tail."""
+
+    rule = staticmethod(divergences.topk)
+
+    def __init__(self, beta: float, temperature: float, compile: bool):
+        self.options, self.compile = (beta, temperature), compile
+
+    def inputs(self, ids_n: torch.Tensor, teacher_ids_nK: torch.Tensor, *others: torch.Tensor) -> tuple:
+        """What the rule takes beside the student's logits."""
+        return teacher_ids_nK.long(), *others, ids_n
+
+
+def _weighted(
+    rule: Callable, logits_nV: torch.Tensor, inputs: tuple, options: tuple, factor_n: torch.Tensor,
+    softcap: float | None, dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Values [6, n], and the gradient before the soft cap times a factor, [n, V] in `dtype`; None: no gradient."""
+    values_6n, grad_nV = rule(logits_nV, *inputs, *options)
+    if dtype is None:
+        return values_6n, None
+    grad_nV = grad_nV * factor_n[:, None]
+    if softcap is not None:
+        grad_nV = grad_nV * (1 - (logits_nV / softcap) ** 2)
+    return values_6n, grad_nV.to(dtype)
+
+
+def _apply(
+    target: Full | TopK, logits_nV: torch.Tensor, inputs: tuple, factor_n: torch.Tensor, *how: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`_weighted` for a chunk, whose logits are used up; some rows at a time, in less memory."""
+    rows, dtype = -(-len(logits_nV) // (COMPILED_SLICES if target.compile else SLICES)) or 1, how[-1]
+    grad_nV = None
+    if dtype is not None:  # where it can, the gradient takes the place of the logits
+        grad_nV = logits_nV if dtype == logits_nV.dtype else torch.empty_like(logits_nV, dtype=dtype)
+    rule = kernel(_weighted, target.compile)
+    values = []
+    for start in range(0, max(1, len(logits_nV)), rows):
+        part = slice(start, start + rows)
+        cut = tuple(x[part] for x in inputs)
+        value, grad = rule(target.rule, logits_nV[part], cut, target.options, factor_n[part], *how)
+        values.append(value)
+        if grad is not None:
+            grad_nV[part] = grad
+    return torch.cat(values, dim=1), grad_nV
+
+
+class _Divergence(torch.autograd.Function):
+    """Weighted sum over N tokens, from hidden states. The weights are known, so the gradient is made on the way."""
+
+    @staticmethod
+    def forward(
+        ctx, hidden_NH, weight_VH, bias_V, weights_N, softcap, shared, target: Full | TopK, ids_N, *said_N
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        train_hidden, train_weight, train_bias = ctx.needs_input_grad[:3]
+        operand_VH, bias = operand(weight_VH)[:shared], None if bias_V is None else bias_V[:shared]
+        dtype = operand_VH.dtype if any(ctx.needs_input_grad[:3]) else None
+        # gradients are kept in fp32, for weights of which the largest is 1: in fp16 the loss is scaled later
+        grad_NH = torch.empty_like(hidden_NH, dtype=torch.float32) if train_hidden else None
+        grad_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if train_weight else None
+        grad_V = torch.zeros_like(bias_V, dtype=torch.float32) if train_bias else None
+        largest = torch.cat([weights_N.abs(), weights_N.new_full((1,), 1e-30)]).amax()
+        scale = FP16_SCALE if dtype == torch.float16 else 1.0
+        values, start = [], 0
+        for hidden_nH, factor_n, ids_n, *said_n in chunks(hidden_NH, weights_N * (scale / largest), ids_N, *said_N):
+            logits_nV = project(hidden_nH, operand_VH, bias, softcap)
+            inputs = target.inputs(ids_n, *said_n)
+            values_6n, grad_nV = _apply(target, logits_nV, inputs, factor_n, softcap, dtype)
+            del logits_nV, inputs  # or they would stand beside the next ones
+            values.append(values_6n)
+            if train_hidden:
+                grad_NH[start : start + len(hidden_nH)] = mm(grad_nV, operand_VH)
+            if train_weight:
+                add_mm(grad_VH[:shared], grad_nV.t(), hidden_nH)
+            if train_bias:
+                grad_V[:shared] += grad_nV.sum(0, dtype=torch.float32)
+            start += len(hidden_nH)
+            del grad_nV
+        values_6N = torch.cat(values, dim=1)
+        ctx.save_for_backward(grad_NH, grad_VH, grad_V, largest / scale)
+        ctx.dtypes = [None if x is None else x.dtype for x in (hidden_NH, weight_VH, bias_V)]
+        ctx.mark_non_differentiable(values_6N)
+        return (values_6N[0] * weights_N).sum(0, keepdim=True), values_6N
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, loss_grad_1, _):
+        *saved, unit = ctx.saved_tensors
+        factor, grads = loss_grad_1 * unit, []
+        for grad, dtype in zip(saved, ctx.dtypes, strict=True):
+            # into the result: another fp32 copy would be as large as the head
+            out = None if grad is None else torch.mul(grad, factor, out=torch.empty_like(grad, dtype=dtype))
+            grads.append(out)
+        return *grads, *[None] * (len(ctx.needs_input_grad) - 3)

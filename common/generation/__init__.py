@@ -1,0 +1,4 @@
+"""Completions from a policy: the sampler, its decode engine and caches, and the batch that goes to the update.
+
+May import: base, maths, tasks, model. Start with batches.py (what a batch is), then rollout.py and engine.py.
+"""

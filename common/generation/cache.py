@@ -1,0 +1,370 @@
+"""Key-value caches of the decode engine: how prompts enter them, and how one new token per sequence attends to them.
+
+Two caches with one interface. `FlashCache` (GPU, half precision) keeps a prompt's keys and values once per group, and
+where a sequence stands in it is data on the device, so that one CUDA graph serves every arrangement. `SdpaCache`
+(anything else) has one row per sequence.
+
+Dims: b rows decoded together, N tokens of all prompts together, Hq query and Hkv key-value heads of size D.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from common.model.attention import Layer, Packed
+
+
+def _flash(q, k, v, offsets, starts, longest, capacity, scaling, used):
+    """The flash kernel of torch: queries q [n, Hq, D] of segments `offsets` against `used` keys from `starts` on."""
+    args = (q, k, v, offsets, starts, longest, capacity, 0.0, False, False)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(*args, scale=scaling, seqused_k=used)
+    return out, lse
+
+
+@torch.library.custom_op("rl_hand::flash_decode", mutates_args=())
+def flash_decode(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, starts: torch.Tensor, longest: int,
+    capacity: int, scaling: float, used: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Attention of segments of queries to segments of a pool of keys, as one operation that torch.compile leaves alone.
+
+    Args:
+        q: [n, Hq, D].
+        k: [pool, Hkv, D].
+        v: [pool, Hkv, D].
+        offsets: [s + 1] int32, where each segment of queries begins.
+        starts: [s + 1] int32, where the keys of each segment begin in the pool.
+        longest: upper bound of the queries of a segment.
+        capacity: upper bound of its keys.
+        scaling: factor of the scores.
+        used: [s] int32, keys of each segment.
+
+    Returns:
+        Output [n, Hq, D] and log-sum-exp of the scores [Hq, n] fp32.
+    """
+    out, lse = _flash(q, k, v, offsets, starts, longest, capacity, scaling, used)
+    return out.contiguous(), lse.contiguous()
+
+
+@flash_decode.register_fake
+def _(q, k, v, offsets, starts, longest, capacity, scaling, used):
+    return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Space:
+    """What a cache has to hold at once.
+
+    Attributes:
+        rows: sequences.
+        batch: rows of a batch, at most, those that only fill it up included.
+        prompts: prompts, counted once per group.
+        group_size: rows of a prompt, at most.
+        longest: tokens of the longest prompt.
+        tokens: new tokens of a sequence, at most.
+    """
+
+    rows: int
+    batch: int
+    prompts: int
+    group_size: int
+    longest: int
+    tokens: int
+
+
+@dataclasses.dataclass
+class Segments:
+    """Which queries attend to which part of the pool; see `flash_decode`."""
+
+    offsets: torch.Tensor
+    starts: torch.Tensor
+    used: torch.Tensor
+    longest: int
+    capacity: int
+
+    def attend(self, q: torch.Tensor, module: nn.Module, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and log-sum-exp of `flash_decode` over the pool of a layer."""
+        bounds = self.offsets, self.starts, self.longest, self.capacity
+        return flash_decode(q, module.rl_keys, module.rl_values, *bounds, scaling, self.used)
+
+
+@dataclasses.dataclass
+class FlashDecode:
+    """One new token per row: attention to the prompt of the group and to the row's own completion, merged.
+
+    Attributes:
+        write: [b] int64, where the new key and value go in the pool.
+        prompt: one segment per group of rows.
+        own: one segment per row.
+    """
+
+    write: torch.Tensor
+    prompt: Segments
+    own: Segments
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """See `attention.Way.attend`; m = b, T = 1."""
+        b, Hq, _, D = query.shape
+        Hkv = key.shape[1]
+        module.rl_keys.index_copy_(0, self.write, key[:, :, 0])
+        module.rl_values.index_copy_(0, self.write, value[:, :, 0])
+        # the query heads of one key-value head become queries of their own, so that the kernel reads the cache once
+        q = query.view(b, Hkv, Hq // Hkv, D).transpose(1, 2).reshape(-1, Hkv, D)
+        out_p, lse_p = self.prompt.attend(q, module, scaling)
+        out_o, lse_o = self.own.attend(q, module, scaling)
+        weight = torch.sigmoid(lse_p - lse_o).transpose(0, 1).unsqueeze(-1)
+        out = (out_p.float() * weight + out_o.float() * (1 - weight)).to(query.dtype)
+        return out.view(b, Hq // Hkv, Hkv, D).transpose(1, 2).reshape(b, 1, Hq, D)
+
+
+class FlashPrefill(Packed):
+    """Packed prompts whose keys and values are also written to the pool."""
+
+    write: torch.Tensor  # [N] int64, where they go
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """See `attention.Way.attend`; m = 1, T = N."""
+        module.rl_keys.index_copy_(0, self.write, key[0].transpose(0, 1))
+        module.rl_values.index_copy_(0, self.write, value[0].transpose(0, 1))
+        return super().attend(module, query, key, value, scaling)
+
+
+class FlashCache:
+    """One pool of token slots per layer: prompts, once per group; completions, one stretch per row; a slot for padding.
+
+    Padding rows fill a batch up to the size a graph was captured for; they write to the last slot and read from it.
+    """
+
+    graphs = True  # a decode step reads nothing on the host
+
+    def __init__(self, layers: Sequence[Layer], dtype: torch.dtype, device: torch.device):
+        """An empty cache.
+
+        Args:
+            layers: the attention modules.
+            dtype: of keys and values.
+            device: of the model.
+        """
+        self.layers, self.dtype, self.device = layers, dtype, device
+        self.queries_per_key = layers[0].queries_per_key
+        self.pools: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.padding = 0  # the last slot
+        self.segments = torch.empty(0)
+
+    def bytes(self, space: Space) -> int:
+        """Memory the cache takes for a rollout."""
+        return _bytes_per_token(self.layers, self.dtype) * (space.prompts * space.longest + space.rows * space.tokens)
+
+    def reserve(self, space: Space) -> bool:
+        """Makes room for a rollout.
+
+        Args:
+            space: what has to fit.
+
+        Returns:
+            Whether memory was allocated anew, so that graphs captured before are void.
+        """
+        self.space = space
+        self.first_row = space.prompts * space.longest
+        slots, segments = self.first_row + space.rows * space.tokens, self.num_segments(space.batch)
+        if self.pools and slots <= self.padding and segments < self.segments.shape[1]:
+            return False
+        self.release()
+        self.padding = slots
+        self.segments = torch.zeros(3, segments + 1, dtype=torch.int32, device=self.device)
+        for layer in self.layers:
+            shape = (slots + 1, layer.num_heads, layer.head_size)
+            keys, values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+            keys[-1], values[-1] = 0, 0
+            self.pools.append((keys, values))
+        return True
+
+    def release(self) -> None:
+        """Frees the memory."""
+        self.pools, self.segments = [], torch.empty(0)
+
+    def num_segments(self, b: int) -> int:
+        """Groups of rows a batch of `b` may hold: one per prompt, and those that padding rows form."""
+        return self.space.prompts + -(-b // self.space.group_size)
+
+    def key(self, b: int) -> tuple[int, ...]:
+        """What a graph for `b` rows depends on besides the addresses of the tensors."""
+        return b, self.num_segments(b), self.space.group_size, self.space.tokens, _power_of_two(self.space.longest)
+
+    def row_start(self, slot: int) -> int:
+        """Where the completion of a row begins in the pool."""
+        return self.first_row + slot * self.space.tokens
+
+    def prefill(self, lengths: list[int], prompt_slots: list[int], rows: list[int]) -> Packed:
+        """How prompts attend, and enter the cache.
+
+        Args:
+            lengths: tokens of each prompt.
+            prompt_slots: its place in the pool.
+            rows: its first row in the batch.
+        """
+        way = FlashPrefill.of(lengths, self.device)
+        starts = [slot * self.space.longest for slot in prompt_slots]
+        write = torch.cat([torch.arange(n) + start for n, start in zip(lengths, starts, strict=True)])
+        way.write = write.to(self.device, non_blocking=True)
+        return way
+
+    def arrange(self, groups: list[tuple[int, int, int]], b: int) -> None:
+        """Says which rows share a prompt.
+
+        Args:
+            groups: prompt slot, tokens of the prompt, and number of rows, in the order of the rows.
+            b: rows of the batch; what the groups leave over is padding.
+        """
+        left = b - sum(rows for _, _, rows in groups)
+        padding = [min(self.space.group_size, left - i) for i in range(0, left, self.space.group_size)]
+        counts = [rows for _, _, rows in groups] + padding
+        empty = [0] * (self.segments.shape[1] - 1 - len(counts))
+        starts = [slot * self.space.longest for slot, _, _ in groups] + [self.padding] * len(padding) + empty
+        used = [length for _, length, _ in groups] + [1] * (len(padding) + len(empty))
+        offsets = F.pad(torch.tensor(counts + empty).cumsum(0), (1, 0)) * self.queries_per_key
+        table = torch.stack([offsets, torch.tensor([*starts, 0]), torch.tensor([*used, 1])])
+        self.segments.copy_(table.to(torch.int32), non_blocking=True)
+
+    def keep(self, rows: list[int]) -> None:
+        """Rows move in the batch; in the pool they stay."""
+
+    def decode(self, start: torch.Tensor, count: torch.Tensor, position: torch.Tensor, longest: int) -> FlashDecode:
+        """How one new token per row attends.
+
+        Args:
+            start: [b] int64, see `row_start`.
+            count: [b] int64, tokens of the completion, the new one included.
+            position: [b] int64, of the new token in its sequence.
+            longest: upper bound of the positions; not needed here.
+        """
+        b, queries = len(start), self.queries_per_key
+        offsets, starts, used = self.segments[:, : self.num_segments(b) + 1]
+        longest = self.space.group_size * queries
+        prompt = Segments(offsets, starts, used[:-1], longest, _power_of_two(self.space.longest))
+        own_offsets = torch.arange(b + 1, dtype=torch.int32, device=self.device) * queries
+        own_starts = F.pad(start, (0, 1)).to(torch.int32)
+        own = Segments(own_offsets, own_starts, count.to(torch.int32), queries, self.space.tokens)
+        return FlashDecode(start + count - 1, prompt, own)
+
+
+@dataclasses.dataclass
+class SdpaDecode:
+    """One new token per row, whose cache row holds its prompt and its completion.
+
+    Attributes:
+        position: [b] int64, of the new token.
+        mask: [b, 1, 1, L] bool, the first L places of the cache that a row may see.
+    """
+
+    position: torch.Tensor
+    mask: torch.Tensor
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """See `attention.Way.attend`; m = b, T = 1."""
+        (b, Hq, _, D), Hkv, L = query.shape, key.shape[1], self.mask.shape[-1]
+        rows = torch.arange(b, device=query.device)
+        module.rl_keys[rows, :, self.position] = key[:, :, 0]
+        module.rl_values[rows, :, self.position] = value[:, :, 0]
+        q = query.view(b, Hkv, Hq // Hkv, D)  # the heads of one key-value head as so many queries: nothing is repeated
+        keys, values = module.rl_keys[:b, :, :L], module.rl_values[:b, :, :L]
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask, scale=scaling)
+        return out.reshape(b, 1, Hq, D)
+
+
+class SdpaPrefill(Packed):
+    """Packed prompts whose keys and values are also written to the cache rows of their groups."""
+
+    rows: list[slice]  # of each prompt's group
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """See `attention.Way.attend`; m = 1, T = N."""
+        for rows, k, v in zip(self.rows, *(x[0].split(self.lengths, dim=1) for x in (key, value)), strict=True):
+            module.rl_keys[rows, :, : k.shape[1]] = k
+            module.rl_values[rows, :, : v.shape[1]] = v
+        return super().attend(module, query, key, value, scaling)
+
+
+class SdpaCache:
+    """One row per sequence, prompt and completion side by side, read by PyTorch's own attention; also on the CPU."""
+
+    graphs = False  # a step reads as much of the cache as the longest row needs, which the host has to know
+
+    def __init__(self, layers: Sequence[Layer], dtype: torch.dtype, device: torch.device):
+        """An empty cache; see `FlashCache`."""
+        self.layers, self.dtype, self.device = layers, dtype, device
+        self.pools: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def bytes(self, space: Space) -> int:
+        """Memory the cache takes for a rollout."""
+        return _bytes_per_token(self.layers, self.dtype) * space.rows * (space.longest + space.tokens)
+
+    def reserve(self, space: Space) -> bool:
+        """Makes room for a rollout; see `FlashCache.reserve`."""
+        self.space = space
+        rows, length = space.rows, space.longest + space.tokens
+        if self.pools and self.pools[0][0].shape[0] >= rows and self.pools[0][0].shape[2] >= length:
+            return False
+        self.release()
+        for layer in self.layers:  # zeros, since what is masked is still multiplied by 0
+            shape = (rows, layer.num_heads, length, layer.head_size)
+            self.pools.append(tuple(torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2)))
+        return True
+
+    def release(self) -> None:
+        """Frees the memory."""
+        self.pools = []
+
+    def key(self, b: int) -> tuple[int, ...]:
+        """No graphs; see `FlashCache.key`."""
+        return (b,)
+
+    def row_start(self, slot: int) -> int:
+        """Not needed: the place in the batch is the place in the cache."""
+        return 0
+
+    def prefill(self, lengths: list[int], prompt_slots: list[int], rows: list[int]) -> Packed:
+        """How prompts attend, and enter the cache; see `FlashCache.prefill`."""
+        way = SdpaPrefill.of(lengths, self.device)
+        way.rows = [slice(row, row + self.space.group_size) for row in rows]
+        return way
+
+    def arrange(self, groups: list[tuple[int, int, int]], b: int) -> None:
+        """Nothing is shared."""
+
+    def keep(self, rows: list[int]) -> None:
+        """Rows move in the cache as they do in the batch.
+
+        Args:
+            rows: those that stay, in ascending order.
+        """
+        moved = torch.tensor(rows, dtype=torch.long, device=self.device)
+        for pool in self.pools:
+            for cache in pool:
+                cache[: len(rows)] = cache[moved]
+
+    def decode(self, start: torch.Tensor, count: torch.Tensor, position: torch.Tensor, longest: int) -> SdpaDecode:
+        """How one new token per row attends; see `FlashCache.decode`."""
+        length = min(longest + 1, self.pools[0][0].shape[2])  # a row that has ended stays where it is
+        seen = torch.arange(length, device=self.device) <= position[:, None]
+        return SdpaDecode(position, seen[:, None, None])
+
+
+def _bytes_per_token(layers: Sequence[Layer], dtype: torch.dtype) -> int:
+    return sum(2 * layer.num_heads * layer.head_size for layer in layers) * dtype.itemsize
+
+
+def _power_of_two(n: int) -> int:
+    """The next one: bounds that stand in a graph should not change with every batch."""
+    return 1 << (n - 1).bit_length()

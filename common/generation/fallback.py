@@ -1,0 +1,139 @@
+"""Decoding for models the engine does not serve: transformers' own cache, the same random numbers and distribution.
+
+Dims: P prompts, G completions per prompt, B = P * G sequences, Q prompt tokens, T new tokens at most.
+"""
+
+import inspect
+from collections.abc import Generator, Sequence
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache, PreTrainedModel
+
+from common.generation.engine import CHECK_EVERY, NOT_FINITE
+from common.maths import sampling
+from common.maths.sampling import Sampling
+from common.model import merging
+from common.model.head import vocabulary_logits, wide_weight
+from common.model.images import Images
+from common.model.models import eval_mode
+
+
+@torch.no_grad()
+def decode(
+    model: PreTrainedModel,
+    prompts: Sequence[list[int]],
+    group_size: int,
+    uniforms: torch.Tensor,
+    how: Sampling,
+    end_ids: Sequence[int],
+    suppressed_ids: Sequence[int] = (),
+    max_rows: int = 0,
+    images: Images | None = None,
+) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
+    """Completions of every prompt; yields after each token, so that models on several GPUs can take turns.
+
+    Args:
+        model: any transformers causal language model.
+        prompts: token ids of P prompts.
+        group_size: G, completions per prompt.
+        uniforms: [B, T] fp64, random numbers of the sequences.
+        how: the distribution tokens are drawn from.
+        end_ids: every token that ends a completion.
+        suppressed_ids: tokens that are never drawn.
+        max_rows: sequences decoded at once, at most, but one group at least; 0: all.
+        images: of the P prompts, if the model is given any.
+
+    Returns:
+        Tokens [B, T] int64, -1 after the end, and their log-probabilities [B, T] fp32, 0 after the end.
+
+    Raises:
+        FloatingPointError: the model gave something that is not finite.
+    """
+    at_once = max(1, max_rows // group_size) if max_rows else len(prompts)
+    parts = []
+    for i in range(0, len(prompts), at_once):
+        part = prompts[i : i + at_once]
+        rows = slice(i * group_size, (i + len(part)) * group_size)
+        seen = None if images is None else images.select(torch.arange(i, i + len(part)))
+        work = part, group_size, uniforms[rows], how, end_ids, suppressed_ids, seen
+        parts.append((yield from _decode(model, *work)))
+    tokens, logps = zip(*parts, strict=True)
+    return torch.cat(tokens), torch.cat(logps)
+
+
+def _decode(
+    model: PreTrainedModel,
+    prompts: Sequence[list[int]],
+    group_size: int,
+    uniforms: torch.Tensor,
+    how: Sampling,
+    end_ids: Sequence[int],
+    suppressed_ids: Sequence[int],
+    images: Images | None,
+) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
+    """The prompts that are decoded at once."""
+    device, (B, T) = model.device, uniforms.shape
+    uniforms, end = uniforms.to(device), torch.tensor(list(end_ids), device=device)
+    suppressed = torch.tensor(list(suppressed_ids), dtype=torch.long, device=device)
+    prompt_ids = pad_sequence([torch.tensor(ids) for ids in prompts], True, 0, padding_side="left")
+    prompt_lengths = torch.tensor([len(ids) for ids in prompts], device=device)
+    prompt_ids, Q = prompt_ids.to(device), prompt_ids.shape[1]
+    prompt_mask = torch.arange(Q, device=device) >= Q - prompt_lengths[:, None]
+    tokens_BT = torch.full((B, T), -1, device=device)
+    logps_BT = torch.zeros(B, T, device=device)
+    decoder = model.get_decoder()
+    cache = DynamicCache(config=model.config)
+    # transformers 5.24 renamed the argument, and 5.40 will drop the old name
+    name = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
+    cached = {name: cache, "use_cache": True}
+    weight, head_device = wide_weight(model), model.get_output_embeddings().weight.device  # a model may be spread
+    check_every = CHECK_EVERY if device.type == "cuda" else 1
+
+    with eval_mode(model), merging.merged(model):
+        # the prompt is read once per group; its keys and values are then repeated
+        places = prompt_mask.long().cumsum(-1) - 1  # -1 where there is padding
+        next_positions = prompt_lengths
+        if images is None:
+            given = {"input_ids": prompt_ids, "position_ids": places.clamp(min=0)}
+        else:
+            images = images.to(device)
+            given = images.inputs(model, prompt_ids, torch.arange(len(prompts), device=device)[:, None], places)
+            next_positions = images.ends[images.prompts].to(device)
+        hidden = decoder(**given, attention_mask=prompt_mask.long(), **cached).last_hidden_state[:, -1]
+        hidden = hidden.repeat_interleave(group_size, 0)
+        cache.batch_repeat_interleave(group_size)
+        # rows: the sequences still running, by their place in the batch
+        rows = torch.arange(B, device=device)
+        next_positions = next_positions.repeat_interleave(group_size)
+        attention_mask = torch.ones(B, Q + T, dtype=torch.long, device=device)
+        attention_mask[:, :Q] = prompt_mask.repeat_interleave(group_size, 0)
+        ended = torch.zeros(B, dtype=torch.bool, device=device)
+        healthy = hidden.isfinite().all()
+        for t in range(T):
+            logits = vocabulary_logits(model, hidden.to(head_device), weight).to(device)
+            logits = sampling.distribution(logits, how, t, end, suppressed)
+            tokens, logps = sampling.draw(logits, uniforms[rows, t], greedy=how.temperature == 0)
+            tokens_BT[rows, t] = torch.where(ended, -1, tokens)
+            logps_BT[rows, t] = torch.where(ended, 0.0, logps)
+            ended = ended | torch.isin(tokens, end)
+            if t == T - 1:
+                break
+            if t % check_every == 0:
+                running = (~ended).nonzero().squeeze(-1)
+                if len(running) == 0:
+                    break
+                if len(running) <= len(rows) // 2:
+                    rows, tokens, ended = rows[running], tokens[running], ended[running]
+                    cache.batch_select_indices(running)
+            hidden = decoder(
+                input_ids=tokens[:, None],
+                attention_mask=attention_mask[rows, : Q + t + 1],
+                position_ids=(next_positions[rows] + t)[:, None],
+                **cached,
+            ).last_hidden_state[:, -1]
+            healthy &= hidden.isfinite().all()
+            yield
+    if not healthy:
+        raise FloatingPointError(NOT_FINITE)
+    return tokens_BT, logps_BT

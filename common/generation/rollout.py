@@ -1,0 +1,238 @@
+"""Sampling completions from a policy.
+
+Sampling is from the plain softmax at `temperature`, over the whole vocabulary, in fp32: nothing is taken from a
+generation_config.json. Every sequence draws from its own stream of random numbers, named by (seed, step, prompt,
+completion). So the same seed gives the same completions on one GPU or several, in one process or many.
+
+Dims: P prompts, G completions per prompt, B = P * G sequences, Q prompt tokens, C completion tokens, T new tokens at
+most, V vocabulary.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from common.base import memory
+from common.base.checks import require
+from common.base.distributed import print_main
+from common.generation import fallback
+from common.generation.batches import RolloutBatch, assemble, deal
+from common.generation.engine import Engine
+from common.maths import sampling
+from common.maths.sampling import Sampling
+from common.model import attention
+from common.model.images import Images, is_vlm
+from common.model.logprobs import learned_places
+
+
+class Sampler:
+    """Samples completions from the policy, on one device or several; keeps what the next rollout can use again."""
+
+    def __init__(
+        self,
+        replicas: Sequence[PreTrainedModel],
+        *,
+        end_ids: Sequence[int],
+        pad_id: int,
+        max_new_tokens: int,
+        min_new_tokens: int = 0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        suppressed_ids: Sequence[int] = (),
+        rollout_batch: int = 0,
+        compile: bool = True,
+    ):
+        """Chooses how each replica decodes, and says so once.
+
+        Args:
+            replicas: models with equal weights; with several, the prompts are dealt to them, and their GPUs work at the
+                same time.
+            end_ids: every token that ends a completion.
+            pad_id: what stands after the end.
+            max_new_tokens: tokens after which a completion is cut off.
+            min_new_tokens: no end token before this many.
+            top_p: see `sampling.Sampling`; likewise `top_k` and `min_p`.
+            top_k: log-probabilities of a rollout are those of the truncated distribution, the losses' are not.
+            min_p: the same.
+            suppressed_ids: tokens that are never sampled.
+            rollout_batch: completions decoded at once per replica, at most, but one group at least; 0: as many as
+                memory holds.
+            compile: let torch.compile merge the small operations of a step, on a GPU.
+        """
+        self.replicas, self.end_ids, self.pad_id = replicas, tuple(end_ids), pad_id
+        self.suppressed_ids, self.rollout_batch = tuple(suppressed_ids), rollout_batch  # lowered if memory runs out
+        self.max_new_tokens = max_new_tokens
+        self.how = Sampling(1.0, top_p, top_k, min_p, min_new_tokens)
+        self.engines: list[Engine | None] = []
+        self.said_window, self.said_places = False, False
+        for replica in replicas:
+            support = attention.install(replica)
+            fits = support.window >= max_new_tokens  # prompts are looked at when they are there
+            reason = support.reason or ("" if fits else f"it has sliding windows of {support.window} tokens")
+            engine = None if reason else Engine(replica, support, end_ids, suppressed_ids, compile)
+            self.engines.append(engine)
+            self.window = support.window
+        path = engine.name if engine else f"over the cache of transformers, because {reason}"
+        print_main(f"rollout: {path}", file=sys.stderr)
+
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        *,
+        group_size: int,
+        temperature: float,
+        seed: int = 0,
+        step: int = 0,
+        prompt_numbers: Sequence[int] | None = None,
+        images: Images | None = None,
+    ) -> RolloutBatch:
+        """Samples `group_size` completions for every prompt.
+
+        Args:
+            prompts: token ids of P prompts.
+            group_size: completions per prompt.
+            temperature: of the softmax; 0 takes the most likely token.
+            seed: of the run.
+            step: of the run; the same seed and step give the same completions.
+            prompt_numbers: place of each prompt in the whole step's batch, over all ranks; 0..P-1 by default.
+            images: of the P prompts, for a policy that reads images; the batch refers to them.
+
+        Returns:
+            B = P * group_size sequences on the device of the first replica, the completions of a prompt side by side.
+
+        Raises:
+            FloatingPointError: the policy gave something that is not finite.
+            HopelessError: memory does not suffice for one group at a time; as long as more than one do not fit, fewer
+                are decoded at once, which gives the same completions.
+            ValueError: the images are not those of the prompts; or as `require_fit`.
+        """
+        self.require_fit(prompts)
+        if images is not None:
+            images.check([len(ids) for ids in prompts])
+        elif is_vlm(self.replicas[0].config):
+            token = self.replicas[0].config.image_token_id
+            if places := [i for i, ids in enumerate(prompts) if token in ids]:
+                raise ValueError(
+                    f"prompt {places[0]} has image tokens, but there are no images: give images=Images.of(...)"
+                )
+        how = dataclasses.replace(self.how, temperature=temperature)
+        prompt_numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
+        uniforms_BC = sampling.uniforms(seed, step, prompt_numbers, group_size, self.max_new_tokens)
+        # completions are not known yet: counted as if all were long
+        costs = [len(ids) + group_size * self.max_new_tokens for ids in prompts]
+        shares = [share for share in deal(costs, len(self.replicas)) if share]  # with few prompts, not one per replica
+        longest = max(map(len, prompts)) + self.max_new_tokens
+        if all(self.engines) and longest > self.window and not self.said_window:
+            self.said_window = True
+            reason = f"sequences of up to {longest} tokens are longer than its sliding windows of {self.window}"
+            print_main(f"rollout: now over the cache of transformers, because {reason}", file=sys.stderr)
+        for engine in filter(None, self.engines):
+            engine.rows = 0
+        work = longest <= self.window, prompts, group_size, uniforms_BC, how, images
+        parts = None
+        while parts is None:
+            with memory.noticed() as failure:
+                parts = _in_turn([self._decoder(i, share, *work) for i, share in enumerate(shares)])
+            if failure:
+                self._shrink(group_size, max(map(len, shares)) * group_size, failure[0])
+        home = self.replicas[0].device
+        back = torch.tensor([k for share in shares for k in share]).argsort().to(home)  # to the order of the prompts
+        tokens_BC, logps_BC = (
+            torch.cat([part[k].to(home) for part in parts]).unflatten(0, (-1, group_size))[back].flatten(0, 1)
+            for k in range(2)
+        )
+        batch = assemble(prompts, group_size, tokens_BC, logps_BC, self.pad_id, self.end_ids)
+        batch.images = None if images is None else images.repeat(group_size)
+        return batch
+
+    def _decoder(
+        self,
+        replica: int,
+        share: list[int],
+        by_engine: bool,
+        prompts: Sequence[list[int]],
+        group_size: int,
+        uniforms_BC: torch.Tensor,
+        how: Sampling,
+        images: Images | None,
+    ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
+        """What decodes the completions of a replica's share of the prompts."""
+        uniforms_bC = uniforms_BC.unflatten(0, (-1, group_size))[share].flatten(0, 1)
+        images = None if images is None else images.select(torch.tensor(share))
+        work = [prompts[k] for k in share], group_size, uniforms_bC, how
+        if by_engine and self.engines[replica]:
+            return self.engines[replica].decode(*work, self.rollout_batch, images)
+        ids = self.end_ids, self.suppressed_ids
+        return fallback.decode(self.replicas[replica], *work, *ids, self.rollout_batch, images)
+
+    def require_fit(self, prompts: Sequence[list[int]]) -> None:
+        """Requires prompts that the policy can read: at the start of a run of all, not at step 1,000 of one.
+
+        Args:
+            prompts: their token ids.
+
+        Raises:
+            ValueError: a token is none of the policy's, or it has learned positions, too few for the longest prompt and
+                its completions. Rotary ones go on, less well: that is said once.
+        """
+        size = self.replicas[0].get_input_embeddings().num_embeddings
+        highest = [max(ids) for ids in prompts]
+        if (token := max(highest)) >= size:
+            raise ValueError(
+                f"prompt {highest.index(token)} of {len(prompts)} has token {token}, but the policy has {size}: its "
+                "tokenizer has more; take the tokenizer that belongs to it, or resize its embeddings and save both"
+            )
+        longest = max(map(len, prompts)) + self.max_new_tokens
+        places = getattr(self.replicas[0].config.get_text_config(), "max_position_embeddings", None)
+        if places is None or longest <= places or self.said_places:
+            return
+        rotary = learned_places(self.replicas[0]) is None
+        what = f"sequences of up to {longest} tokens (prompt and max_new_tokens)"
+        # an embedding read behind its end would be an IndexError, and on a GPU the end of the process
+        require(rotary, what, f"the policy has {places} positions", "lower max_prompt_tokens or max_new_tokens")
+        self.said_places = True
+        print_main(f"warning: {what}, but the policy was made for {places}: lower max_prompt_tokens or max_new_tokens")
+
+    def _shrink(self, group_size: int, rows: int, failure: str) -> None:
+        """After a failure: half as many completions at once, out of `rows`, or fewer if fewer were tried."""
+        self.release()
+        memory.free()
+        planned = max((engine.rows for engine in filter(None, self.engines)), default=0)  # by memory, at most
+        rows = min(rows, self.rollout_batch or rows, planned or rows)
+        if rows <= group_size:
+            raise memory.HopelessError(f"not even the {group_size} completions of one prompt can be sampled at once "
+                                       f"({failure})", f"lower group_size; or {memory.REMEDIES}")  # fmt: skip
+        self.rollout_batch = max(group_size, rows // 2)
+        memory.say(f"out of memory while {rows} completions were sampled at once: now {self.rollout_batch}; set "
+                   f"rollout_batch to {self.rollout_batch} to begin with that")  # fmt: skip
+
+    def release(self) -> None:
+        """Frees the caches of all replicas until the next rollout, which then takes longer to begin."""
+        for engine in filter(None, self.engines):
+            engine.release()
+
+
+def _in_turn(decoders: list[Generator[None, None, Any]]) -> list[Any]:
+    """Runs the decoders of several GPUs, a few steps of each in turn, and returns what they return.
+
+    A GPU computes its steps while the next one is given its own. Threads would do the same, but spend more time handing
+    Python's lock to one another than they gain.
+    """
+    results: dict[int, Any] = {}
+    try:
+        while len(results) < len(decoders):
+            for i, decoder in enumerate(decoders):
+                if i not in results:
+                    try:
+                        next(decoder)
+                    except StopIteration as done:
+                        results[i] = done.value
+    finally:  # after an error in one, the others still put their models back as they were
+        for decoder in decoders:
+            decoder.close()
+    return [results[i] for i in range(len(decoders))]

@@ -1,0 +1,238 @@
+"""Divergences between the next-token distributions of a teacher, P, and a student, Q: values, and gradients by hand.
+
+With M = beta P + (1 - beta) Q, the generalized Jensen-Shannon divergence is
+
+    JSD(beta) = beta KL(P, M) + (1 - beta) KL(Q, M)        0 < beta < 1
+    beta = 0:   KL(P, Q), the forward KL                   beta = 1:  KL(Q, P), the reverse KL
+
+The formula is 0 at both ends, where the KLs take its place: the value *jumps* there, and a learning rate that suits
+beta = 0.1 does not suit beta = 0. Source: GKD, arXiv 2306.13649, Eq. 1.
+
+Top-k: a teacher behind a wire sends its k most likely tokens and the mass of all others, the tail. Both sides then have
+k + 1 atoms; the divergence between those is never above the full one, and equal to it at k = V.
+
+Dims: V vocabulary, K the k tokens of the teacher, n tokens of a completion, A atoms: V, or K + 1.
+"""
+
+import math
+
+import torch
+
+from common.maths.sampling import COLDEST
+
+LOWEST = -1e4  # nats; a log-probability of -inf becomes this: times a probability of 0 it is 0, where -inf gives NaN
+SMALLEST_TAIL = 1e-7  # mass of all tokens outside the top k, at least: what is left of 1 in fp32
+
+
+def generalized_jsd(
+    student_logits: torch.Tensor, teacher_logits: torch.Tensor, beta: float, temperature: float = 1.0
+) -> torch.Tensor:
+    """Generalized Jensen-Shannon divergence per position, over the whole vocabulary.
+
+    Args:
+        student_logits: [..., V].
+        teacher_logits: [..., V]; if one side has more ids, such as padding of its embedding, both are renormalised over
+            those they share, the first ones.
+        beta: in [0, 1]; 0 is KL(teacher, student), 1 is KL(student, teacher).
+        temperature: divides the logits of both sides.
+
+    Returns:
+        [...] fp32, nats; gradients reach the student only.
+
+    Raises:
+        ValueError: beta or temperature out of range.
+    """
+    check(beta, temperature)
+    shared = min(student_logits.shape[-1], teacher_logits.shape[-1])
+    logp, logq = (log_softmax(x[..., :shared], temperature) for x in (teacher_logits.detach(), student_logits))
+    return terms(logp, logq, beta)[0]
+
+
+def topk_divergence(
+    student_logits: torch.Tensor,
+    teacher_ids: torch.Tensor,
+    teacher_logps: torch.Tensor,
+    teacher_tail_logp: torch.Tensor,
+    beta: float,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """Generalized Jensen-Shannon divergence per position, over the teacher's top k tokens and a bucket for the others.
+
+    The student is normalised over its whole vocabulary before its probabilities are looked up: renormalised over the
+    top k, nothing would hold what it puts elsewhere.
+
+    Args:
+        student_logits: [..., V].
+        teacher_ids: [..., K] int64, all different.
+        teacher_logps: [..., K] log-probabilities at `temperature`.
+        teacher_tail_logp: [...] log of the mass outside; a tail below 1e-7 counts as 1e-7, -inf too.
+        beta: as in `generalized_jsd`.
+        temperature: divides the student's logits.
+
+    Returns:
+        [...] fp32, nats; gradients reach the student only.
+
+    Raises:
+        ValueError: beta or temperature out of range.
+    """
+    check(beta, temperature)
+    logq = log_softmax(student_logits, temperature)
+    logp_A = with_tail(teacher_logps, teacher_tail_logp)
+    logq_A = with_tail(logq.gather(-1, teacher_ids), tail_logp(logq, teacher_ids))
+    return terms(logp_A.detach(), logq_A, beta)[0]
+
+
+def check(beta: float, temperature: float) -> None:
+    """Refuses what no divergence is defined for.
+
+    Args:
+        beta: in [0, 1].
+        temperature: finite: at infinity all distributions are the uniform one, and nothing is learned; and at least
+            COLDEST.
+
+    Raises:
+        ValueError: one of them is not, or is no number.
+    """
+    number = (int, float)
+    if not isinstance(beta, number) or not 0.0 <= beta <= 1.0:
+        raise ValueError(f"beta = {beta!r}: must be in [0, 1]; 0 is the forward KL, 1 the reverse KL")
+    if not isinstance(temperature, number) or not COLDEST <= temperature < math.inf:
+        rule = f"must be above 0, finite, and at least {COLDEST}: logits divided by less overflow"
+        raise ValueError(f"temperature = {temperature!r}: {rule}; 1 leaves them as they are")
+
+
+def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Log-probabilities in fp32, none below LOWEST.
+
+    Args:
+        logits: [..., V].
+        temperature: divides them.
+
+    Returns:
+        [..., V] fp32.
+    """
+    return (logits.float() / temperature).log_softmax(-1).clamp(min=LOWEST)
+
+
+def tail_logp(logps: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Log of the mass outside some tokens: their sum, where 1 minus the rest would be rounding when it is small.
+
+    Args:
+        logps: [..., V].
+        ids: [..., K] int64, the tokens left out.
+
+    Returns:
+        [...] at least log(SMALLEST_TAIL).
+    """
+    return logps.scatter(-1, ids, -math.inf).exp().sum(-1).clamp(min=SMALLEST_TAIL).log()
+
+
+def with_tail(logps: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
+    """Top k and tail as one distribution.
+
+    Args:
+        logps: [..., K].
+        tail: [...].
+
+    Returns:
+        [..., K + 1] fp32.
+    """
+    tail = tail.float().clamp(min=math.log(SMALLEST_TAIL))
+    return torch.cat([logps.float().clamp(min=LOWEST), tail.unsqueeze(-1)], dim=-1)
+
+
+def terms(logp: torch.Tensor, logq: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The divergence D, and what its gradient is made of: f_a = q_a dD/dq_a, up to a multiple of q_a.
+
+    With respect to the logits whose softmax is q, the gradient is f - q * sum(f): the multiple drops out.
+
+    Args:
+        logp: [..., A] of the teacher.
+        logq: [..., A] of the student.
+        beta: in [0, 1].
+
+    Returns:
+        D [...] and f [..., A].
+    """
+    if beta == 0.0:
+        p = logp.exp()
+        return (p * (logp - logq)).sum(-1), -p
+    q = logq.exp()
+    if beta == 1.0:
+        f = q * (logq - logp)
+        return f.sum(-1), f
+    logm = torch.logaddexp(logp + math.log(beta), logq + math.log1p(-beta))
+    f = (1 - beta) * q * (logq - logm)
+    return beta * (logp.exp() * (logp - logm)).sum(-1) + f.sum(-1), f
+
+
+# What the chunks of common/distill/distillation.py compute; compiled on GPUs, where the logits are then read a few
+# times and
+# nothing of their size is written but the gradient. The student's logits come without temperature, and the gradient is
+# with respect to those.
+
+
+def full(
+    student_logits: torch.Tensor, teacher_logits: torch.Tensor, ids: torch.Tensor, beta: float, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values, and the gradient of the divergence, over the whole vocabulary.
+
+    Args:
+        student_logits: [n, V].
+        teacher_logits: [n, V].
+        ids: [n] int64, the tokens of the completion.
+        beta: in [0, 1].
+        temperature: divides the logits of both sides.
+
+    Returns:
+        [6, n]: divergence, forward KL, reverse KL, log-probabilities of `ids` by student and teacher, and entropy of
+        the student; and the gradient [n, V] of the divergence with respect to the student's logits.
+    """
+    logp_nV, logq_nV = log_softmax(teacher_logits, temperature), log_softmax(student_logits, temperature)
+    divergence_n, f_nV = terms(logp_nV, logq_nV, beta)
+    p_nV, q_nV = logp_nV.exp(), logq_nV.exp()
+    forward_n, reverse_n = (p_nV * (logp_nV - logq_nV)).sum(-1), (q_nV * (logq_nV - logp_nV)).sum(-1)
+    tokens = (x.gather(-1, ids[:, None]).squeeze(-1) for x in (logq_nV, logp_nV))
+    values_6n = torch.stack([divergence_n, forward_n, reverse_n, *tokens, -(q_nV * logq_nV).sum(-1)])
+    return values_6n, (f_nV - q_nV * f_nV.sum(-1, keepdim=True)) / temperature
+
+
+def topk(
+    student_logits: torch.Tensor,
+    teacher_ids: torch.Tensor,
+    teacher_logps: torch.Tensor,
+    teacher_tail_logp: torch.Tensor,
+    teacher_token_logps: torch.Tensor,
+    ids: torch.Tensor,
+    beta: float,
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values, and the gradient of the divergence, over the teacher's top k and a tail.
+
+    Args:
+        student_logits: [n, V].
+        teacher_ids: [n, K] int64.
+        teacher_logps: [n, K].
+        teacher_tail_logp: [n].
+        teacher_token_logps: [n], of the tokens of the completion.
+        ids: [n] int64, those tokens.
+        beta: in [0, 1].
+        temperature: divides the student's logits; the teacher's log-probabilities are at it already.
+
+    Returns:
+        As `full`; the KLs are those between k + 1 atoms, the rest is of the whole vocabulary.
+    """
+    logq_nV = log_softmax(student_logits, temperature)
+    logq_nK = logq_nV.gather(-1, teacher_ids)
+    logp_nA, logq_nA = with_tail(teacher_logps, teacher_tail_logp), with_tail(logq_nK, tail_logp(logq_nV, teacher_ids))
+    divergence_n, f_nA = terms(logp_nA, logq_nA, beta)
+    kls = terms(logp_nA, logq_nA, 0.0)[0], terms(logp_nA, logq_nA, 1.0)[0]
+    q_nV = logq_nV.exp()
+    values_6n = torch.stack([divergence_n, *kls, logq_nV.gather(-1, ids[:, None]).squeeze(-1), teacher_token_logps,
+                             -(q_nV * logq_nV).sum(-1)])  # fmt: skip
+    # a token of the tail has its share of what the tail has; the top k have their own
+    total_n1 = f_nA.sum(-1, keepdim=True)
+    in_tail_n1 = f_nA[:, -1:] * (-logq_nA[:, -1:]).exp()
+    grad_nV = q_nV * (in_tail_n1 - total_n1)
+    grad_nV = grad_nV.scatter(-1, teacher_ids, f_nA[:, :-1] - logq_nK.exp() * total_n1)
+    return values_6n, grad_nV / temperature

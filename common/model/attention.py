@@ -1,0 +1,249 @@
+"""Attention for packed sequences, plugged into transformers models through its attention interface.
+
+`install` gives a model this attention for good. Ordinary calls go on to transformers' own SDPA attention and its masks,
+so nothing else notices. A call that passes `rl=...` brings its own way to attend: `Packed` here, for training on
+sequences without padding, and the key-value caches of common/generation/cache.py, for decoding.
+
+Dims: N tokens of all sequences together, m sequences, T tokens of one, Hq query and Hkv key-value heads of size D.
+"""
+
+import dataclasses
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+NAME = "rl_hand"
+FULL = 2**31  # tokens; longer than any sequence
+GQA = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__kwdefaults__ else {}  # torch 2.11 needs no asking
+UNSUPPORTED = {"softcap": "soft-capped attention", "s_aux": "attention sinks", "position_bias": "a position bias"}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # as configs name them
+
+
+class Way(Protocol):
+    """A way to attend, passed to the model as `rl`."""
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Attention of one layer.
+
+        Args:
+            module: the attention module.
+            query: [m, Hq, T, D].
+            key: [m, Hkv, T, D].
+            value: [m, Hkv, T, D].
+            scaling: factor of the scores.
+
+        Returns:
+            [m, T, Hq, D].
+        """
+
+
+def attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+    rl: Way | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function transformers calls; see `Way.attend` for shapes."""
+    if rl is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if isinstance(rl, Probe):
+        rl.record(module, query, key, value, kwargs)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return rl.attend(module, query, key, value, scaling), None
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def inputs(device: torch.device, way: Way) -> dict[str, Any]:
+    """Keyword arguments for a decoder call that attends in a way of its own.
+
+    Args:
+        device: of the model.
+        way: how to attend.
+    """
+    # transformers hands a mask of four dimensions on as it is, and builds a dense one for packed positions otherwise
+    return {"attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device), "use_cache": False, "rl": way}
+
+
+def on_flash(x: torch.Tensor) -> bool:
+    """Whether torch's own flash kernels take this tensor: [..., D] on a GPU, in half precision."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.shape[-1] <= 256 and x.shape[-1] % 8 == 0
+
+
+@dataclasses.dataclass
+class Packed:
+    """Causal attention inside each of m sequences that stand one behind the other in a single row of N tokens.
+
+    Attributes:
+        lengths: of the sequences, host side.
+        offsets: [m + 1] int32, where each begins, on the device of the model.
+        longest: upper bound of the lengths.
+    """
+
+    lengths: list[int]
+    offsets: torch.Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: list[int], device: torch.device) -> "Packed":
+        """Sequences of these lengths.
+
+        Args:
+            lengths: tokens of each sequence.
+            device: of the model.
+        """
+        offsets = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
+        # rounded up, since a compiled layer is compiled again when the number changes
+        return cls(lengths, offsets.to(device, non_blocking=True), 1 << (max(lengths) - 1).bit_length())
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """See `Way.attend`; m = 1 and T = N."""
+        if on_flash(query):
+            q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+            ends = self.offsets, self.offsets, self.longest, self.longest
+            return varlen_attn(q, k, v, *ends, scale=scaling, window_size=(-1, 0), **GQA).unsqueeze(0)
+        parts = zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), strict=True)
+        out = [F.scaled_dot_product_attention(*qkv, is_causal=True, scale=scaling, enable_gqa=True) for qkv in parts]
+        return torch.cat(out, dim=2).transpose(1, 2)
+
+
+class Probe(Packed):
+    """Packed attention that also writes down which modules attend, and how."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.seen: list[Layer] = []
+        self.odd: list[str] = []
+        self.window = FULL
+
+    def record(self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict):
+        """Called by `attention` before `attend`."""
+        self.seen.append(Layer(module, key.shape[1], key.shape[-1], query.shape[1] // key.shape[1]))
+        self.odd += [kind for name, kind in UNSUPPORTED.items() if kwargs.get(name) is not None]
+        if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+            self.odd.append("keys and values of different sizes")
+        window = kwargs.get("sliding_window")
+        self.window = min(self.window, FULL if window is None else window)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One attention module: Hkv key-value heads of size D, and query heads for each of them."""
+
+    module: nn.Module
+    num_heads: int
+    head_size: int
+    queries_per_key: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Support:
+    """What a model's attention allows.
+
+    Attributes:
+        reason: why neither packing nor the caches of common/generation/cache.py are possible; "" if they are.
+        layers: its attention modules.
+        window: tokens up to which attention is full: sliding windows are full attention on shorter sequences.
+    """
+
+    reason: str
+    layers: tuple[Layer, ...] = ()
+    window: int = FULL
+
+
+@torch.no_grad()
+def install(model: nn.Module) -> Support:
+    """Gives a model this attention, and finds out whether every layer is plain causal attention that goes through it.
+
+    Args:
+        model: a transformers causal language model, wrapped by peft or not.
+
+    Returns:
+        What the model supports. Nothing is assumed from its name: two short sequences are computed packed and alone.
+    """
+    decoder = model.get_decoder()
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        return Support("its layers are spread over several devices")
+    kinds = set(getattr(decoder.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if not getattr(decoder, "_supports_attention_backend", False) or not decoder._can_set_attn_implementation():
+        return Support("its attention does not go through the attention interface of transformers")
+    if kinds:
+        return Support(f"it has layers of another kind ({', '.join(sorted(kinds))})")
+    if any(getattr(decoder.config, name, None) for name in EXPERTS):
+        return Support("it is a mixture of experts")
+    if rope := _rope_types(decoder.config) & {"dynamic", "longrope"}:
+        kind = ", ".join(sorted(rope))
+        return Support(f"its rotary positions ({kind}) depend on the longest sequence computed with it")
+    before = decoder.config._attn_implementation
+    support = _examine(model, decoder)
+    if support.reason and before != NAME:
+        decoder.set_attn_implementation(before)
+    return support
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Kinds of rotary positions; some configs have one per kind of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return {kind["rope_type"] for kind in kinds if "rope_type" in kind}
+
+
+def _examine(model: nn.Module, decoder: nn.Module) -> Support:
+    """Computes two short sequences packed, and alone as the model does by itself, and compares."""
+    first, second = [1, 2, 3, 4], [5, 3, 1]
+    ids = torch.tensor([first + second], device=model.device)
+    positions = torch.tensor([[*range(len(first)), *range(len(second))]], device=model.device)
+    probe = Probe.of([len(first), len(second)], model.device)
+    was_training = model.training
+    model.eval()
+    try:
+        # layers may be compiled already: not for this, since the number of variants that are kept is small
+        with torch.compiler.set_stance("force_eager"):
+            alone = [decoder(input_ids=x, use_cache=False).last_hidden_state[0] for x in ids.split([4, 3], dim=1)]
+            decoder.set_attn_implementation(NAME)
+            packed = inputs(model.device, probe)
+            together = decoder(input_ids=ids, position_ids=positions, **packed).last_hidden_state[0]
+    finally:
+        model.train(was_training)
+    modules = {layer.module for layer in probe.seen}
+    if len(modules) != decoder.config.num_hidden_layers:
+        return Support(f"{len(modules)} of its {decoder.config.num_hidden_layers} layers are plain attention")
+    if len({layer.queries_per_key for layer in probe.seen}) > 1:
+        return Support("its layers differ in their number of heads")
+    if probe.odd:
+        return Support(f"it has {probe.odd[0]}")
+    apart, size = (x.float().norm(dim=-1) for x in (together - torch.cat(alone), together))  # of each token
+    error = (apart / size).max().item()
+    limit = 0.01 if together.dtype == torch.float32 else 0.1  # 28 layers of 7B round to 0.03; NaN fails
+    if not error <= limit:
+        return Support(f"packed sequences give hidden states that differ by {error:.3g} of their size")
+    return Support("", tuple(probe.seen), probe.window)
+
+
+def decoder_layers(model: nn.Module, support: Support) -> list[nn.Module]:
+    """The transformer blocks, each with one attention module: what is worth compiling.
+
+    Args:
+        model: a transformers causal language model.
+        support: from `install`.
+    """
+    attends = {layer.module for layer in support.layers}
+    blocks = [m for m in model.get_decoder().modules() if isinstance(m, GradientCheckpointingLayer)]
+    return [block for block in blocks if any(module in attends for module in block.modules())]

@@ -1,0 +1,308 @@
+"""LoRA: small trained matrices beside frozen weights; without them the same model is the reference.
+
+An adapted layer computes W x + (alpha / rank) B A x, with W frozen and B zero at first (Hu et al. 2021, arXiv
+2106.09685, Section 4.1). common/model/merging.py takes adapters out, and adds them to W for rollouts.
+
+Dims: r rank, I inputs and O outputs of a layer.
+"""
+
+import dataclasses
+import importlib.util
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from common.base.checks import require
+from common.model import images, merging
+
+ALL = "all-linear"
+SEED = 0  # of new adapters: ranks have seeds of their own, and must begin with the same ones
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What adapters a policy is given.
+
+    Attributes:
+        rank: r, of each of them.
+        alpha: what they add is multiplied by alpha / rank.
+        targets: "all-linear", or endings of layer names, "q_proj,v_proj".
+        bits: 8 or 4: the frozen weights are held in so many; 0: in the dtype of the model.
+    """
+
+    rank: int
+    alpha: float
+    targets: str = ALL
+    bits: int = 0
+
+
+def options(cfg: Any) -> Options | None:
+    """The adapters that a configuration asks for.
+
+    Args:
+        cfg: a Config with `lora_rank`, `lora_alpha`, `lora_targets` and `load_bits`.
+
+    Returns:
+        None if it asks for none, and all weights are trained.
+    """
+    if not cfg.lora_rank:
+        return None
+    return Options(cfg.lora_rank, cfg.lora_alpha, cfg.lora_targets, cfg.load_bits)
+
+
+def check(cfg: Any) -> None:
+    """Requires what must hold for the fields about adapters.
+
+    Args:
+        cfg: a Config; a field that it lacks is as if it had its default.
+
+    Raises:
+        ValueError: a rule is broken.
+    """
+    rank, alpha, bits = getattr(cfg, "lora_rank", 0), getattr(cfg, "lora_alpha", 1.0), getattr(cfg, "load_bits", 0)
+    require(rank >= 0, f"lora_rank = {rank}", "must be at least 0", "0 trains all weights, 16 is usual for adapters")
+    require(alpha > 0, f"lora_alpha = {alpha}", "must be above 0", "twice lora_rank is usual")
+    require(bits in (0, 4, 8), f"load_bits = {bits}", "must be 0, 4 or 8", "choose one of these")
+    require(
+        rank > 0 or not bits,
+        f"load_bits = {bits}, lora_rank = 0",
+        "weights in few bits cannot be trained",
+        "set lora_rank, or leave load_bits at 0",
+    )
+    require(
+        not bits or not getattr(cfg, "param_offload", False),
+        f"load_bits = {bits}, param_offload = True",
+        "weights in few bits stay on the GPU",
+        "leave one of them off",
+    )
+    if not rank:
+        return
+    names = getattr(cfg, "lora_targets", ALL)
+    require(any(_split(names)), f"lora_targets = {names!r}", "must name layers", f"give {ALL!r}, or names")
+    refresh = getattr(cfg, "reference_refresh", 0)
+    require(
+        not refresh,
+        f"reference_refresh = {refresh}, lora_rank = {rank}",
+        "the reference is the policy without adapters",
+        "leave one of them at 0",
+    )
+    require(
+        not getattr(cfg, "fsdp", False),
+        f"fsdp = True, lora_rank = {rank}",
+        "fsdp shards what is trained, and with LoRA that is little",
+        "leave one off; load_bits makes the frozen weights smaller",
+    )
+
+
+# ---- which layers ----
+
+
+def targets(model: PreTrainedModel, names: str) -> list[str]:
+    """The layers that get adapters: linear ones of the decoder; never the output head, nor a vision tower.
+
+    Args:
+        model: not wrapped yet.
+        names: "all-linear", or endings of layer names with commas between.
+
+    Returns:
+        Full names.
+
+    Raises:
+        ValueError: a name is that of no such layer, or of the head.
+    """
+    head, excluded = model.get_output_embeddings(), set()
+    if images.is_vlm(model.config):
+        excluded = set(images.tower(model).modules())
+    inside = set(model.get_decoder().modules()) - excluded - {head}
+    # those of bitsandbytes are nn.Linear too
+    linear = [name for name, m in model.named_modules() if m in inside and isinstance(m, (nn.Linear, Conv1D))]
+    if names == ALL:
+        return linear
+    there = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+    chosen: dict[str, None] = {}
+    head_name = next(name for name, m in model.named_modules() if m is head)
+    for ending in _split(names):
+        require(
+            not _ends(head_name, ending),
+            f"lora_targets = {names!r}",
+            f"{ending!r} is the output head, whose plain weight log-probabilities are computed from",
+            "leave it out",
+        )
+        found = [name for name in linear if _ends(name, ending)]
+        require(
+            bool(found),
+            f"lora_targets = {names!r}",
+            f"no linear layer of the decoder is named {ending!r}",
+            f"there are {there}; {ALL!r} takes them all",
+        )
+        chosen |= dict.fromkeys(found)
+    return list(chosen)
+
+
+def _split(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def _ends(name: str, ending: str) -> bool:
+    return name == ending or name.endswith("." + ending)
+
+
+# ---- making, loading and saving adapters ----
+
+
+def add(model: PreTrainedModel, options: Options) -> nn.Module:
+    """Wraps a model with new adapters, which are all that is trained; what it computes stays the same at first.
+
+    Args:
+        model: on its device, dropout off; its layers are replaced in place.
+        options: see `Options`.
+
+    Returns:
+        A PeftModel; adapters in the dtype of the model.
+
+    Raises:
+        ValueError: as `targets`.
+    """
+    import peft
+
+    chosen = targets(model, options.targets)
+    endings = sorted({name.rpartition(".")[2] for name in chosen})
+    hit = [name for name, _ in model.named_modules() if any(_ends(name, ending) for ending in endings)]
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=options.rank,
+        lora_alpha=options.alpha,
+        target_modules=endings if set(hit) == set(chosen) else chosen,  # short names where they say the same
+    )
+    return _wrap(model, config)
+
+
+def resume(model: PreTrainedModel, source: str, options: Options) -> nn.Module:
+    """Wraps a model with adapters that were saved, to train them further.
+
+    Args:
+        model: as in `add`: the one that they belong to.
+        source: folder or hub id of the adapters.
+        options: what they have to be like.
+
+    Returns:
+        A PeftModel.
+
+    Raises:
+        ValueError: they are of another rank, alpha, or on other layers; or not all there.
+    """
+    wanted = set(targets(model, options.targets))
+    model = wrap_saved(model, source)
+    config = model.peft_config["default"]
+    adapted = {name.removeprefix("base_model.model.") for name, _ in merging.named_layers(model)}
+    rule = "must be that of the adapters trained further"
+    remedy = "set it to that, or merge them first (scripts/merge_adapters.py) and begin with new ones"
+    for name, own, saved in (("lora_rank", options.rank, config.r), ("lora_alpha", options.alpha, config.lora_alpha)):
+        require(own == saved, f"{name} = {own}", f"{rule} in {source}, {saved}", remedy)
+    odd = sorted({name.rpartition(".")[2] for name in wanted ^ adapted})
+    require(not odd, f"lora_targets = {options.targets!r}", f"{rule} in {source}: {', '.join(odd)} differ", remedy)
+    return model
+
+
+def wrap_saved(model: PreTrainedModel, source: str) -> nn.Module:
+    """Wraps a model with saved adapters.
+
+    Args:
+        model: the one that they belong to, on its device, dropout off.
+        source: folder or hub id of the adapters.
+
+    Returns:
+        A PeftModel whose adapters are all that is trained.
+
+    Raises:
+        ValueError: they do not fit the model.
+    """
+    import peft
+    from peft.utils.save_and_load import load_peft_weights
+
+    config = peft.LoraConfig.from_pretrained(source)
+    config.inference_mode, config.base_model_name_or_path, config.lora_dropout = False, None, 0.0
+    model = _wrap(model, config)
+    folder = Path(source)
+    require(
+        not folder.is_dir() or any(folder.glob("adapter_model.*")),
+        f"adapters in {source}",
+        "adapter_model.safetensors is missing beside adapter_config.json",
+        "copy the whole folder",
+    )
+    result = peft.set_peft_model_state_dict(model, load_peft_weights(source, device="cpu"))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    odd = sorted(trained & set(result.missing_keys)) + sorted(result.unexpected_keys)
+    require(
+        not odd,
+        f"adapters in {source}",
+        f"must fit their model, but {len(odd)} weights have no counterpart ({', '.join(odd[:2])})",
+        "name the model they were trained on as base_model_name_or_path in adapter_config.json",
+    )
+    return model
+
+
+def save(model: nn.Module, folder: Path | str) -> None:
+    """Saves a model; of one with adapters, the adapters alone and the name of their model.
+
+    Args:
+        model: wrapped by peft or not.
+        folder: where to.
+    """
+    if not hasattr(model, "peft_config"):
+        model.save_pretrained(folder)
+        return
+    # "auto" would ask the hub how large the vocabulary of the base model is
+    model.save_pretrained(folder, save_embedding_layers=False)
+    (Path(folder) / "README.md").unlink(missing_ok=True)  # a form that nobody has filled in
+
+
+def quantization(bits: int, dtype: torch.dtype) -> BitsAndBytesConfig:
+    """How from_pretrained is to hold linear layers in few bits; output head and embeddings it leaves as they are.
+
+    Args:
+        bits: 8, or 4: NF4 with quantized scales (Dettmers et al. 2023, arXiv 2305.14314).
+        dtype: of the products.
+
+    Raises:
+        ValueError: bitsandbytes is not installed.
+    """
+    require(
+        importlib.util.find_spec("bitsandbytes") is not None,
+        f"load_bits = {bits}",
+        "needs the package bitsandbytes",
+        "pip install bitsandbytes, or set load_bits to 0",
+    )
+    if bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    four = dict(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
+    return BitsAndBytesConfig(load_in_4bit=True, **four)
+
+
+def _wrap(model: PreTrainedModel, config: Any) -> nn.Module:
+    import peft
+
+    dtype = model.get_output_embeddings().weight.dtype
+    config.fan_in_fan_out = any(isinstance(m, Conv1D) for m in model.get_decoder().modules())
+    device = model.device
+    every = range(torch.cuda.device_count()) if device.type == "cuda" else []  # manual_seed seeds them all
+    with torch.random.fork_rng(every), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks for an attribute that transformers renamed
+        torch.manual_seed(SEED)
+        model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    for p in model.parameters():
+        if p.requires_grad:  # beside weights of few bits they would be fp32
+            p.data = p.data.to(dtype)
+    model.tracking = model.get_input_embeddings().register_forward_hook(_track)
+    return model
+
+
+def _track(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+    """Lets the first layer see an input with a gradient, as the others do: they then share what is compiled."""
+    if torch.is_grad_enabled():
+        output.requires_grad_(True)

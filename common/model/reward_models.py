@@ -1,0 +1,119 @@
+"""Reward models: sequence classifiers whose single output is the score of a conversation."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from common.model.models import require_finite
+
+
+class RewardModel:
+    """A sequence classifier with a single output, which is the score of a conversation.
+
+    Args:
+        name_or_folder: hub id or local folder.
+        device: where it runs.
+        dtype: of the weights; scores are fp32 in any case.
+
+    Raises:
+        ValueError: it cannot be loaded, or is of a kind that transformers does not know; more than one label,
+            weights missing in the checkpoint or not finite, or no token to pad with.
+    """
+
+    def __init__(
+        self, name_or_folder: str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    ) -> None:
+
+        try:
+            labels = AutoConfig.from_pretrained(name_or_folder, trust_remote_code=False).num_labels
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"reward model {name_or_folder!r} cannot be loaded: give a folder with config.json, weights and "
+                "tokenizer, or a hub id; code that comes with a model is never run, so that its kind must be one that "
+                f"transformers knows ({error})"
+            ) from error
+        if labels != 1:
+            raise ValueError(f"{name_or_folder} has {labels} labels: a reward model has one; choose another checkpoint")
+        self.tokenizer = AutoTokenizer.from_pretrained(name_or_folder, padding_side="right", trust_remote_code=False)
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            name_or_folder, dtype=dtype, output_loading_info=True, trust_remote_code=False
+        )
+        if missing := sorted(loading["missing_keys"]):  # transformers fills them with random numbers
+            raise ValueError(f"{name_or_folder} lacks the weights {missing}: choose a trained reward model")
+        self.model = model.to(device).eval()
+        require_finite(self.model, name_or_folder)
+        config = self.model.config.get_text_config()
+        self.max_tokens = min(self.tokenizer.model_max_length, getattr(config, "max_position_embeddings", math.inf))
+        _pad_alike(self.tokenizer, config)
+        bos, self._written, self._ending = self.tokenizer.bos_token or "", [], ""
+        if self.tokenizer.chat_template:
+            frame = self._text("?", "PROBE")
+            tokens = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+            self._written = [token for token in tokens if token and token != bos and token in frame]
+            self._start, self._ending = bos if frame.startswith(bos) else "", frame.rpartition("PROBE")[2]
+        else:  # what the tokenizer puts before a text
+            self._start = bos if self.tokenizer("?")["input_ids"][:1] == [self.tokenizer.bos_token_id] else ""
+
+    def scores(
+        self, prompts: Sequence[str | list[dict]], completions: Sequence[str], batch_size: int = 16
+    ) -> torch.Tensor:
+        """Score each completion as the answer to its prompt, in the model's own chat template if it has one.
+
+        Args:
+            prompts: B user texts or message lists; or texts that hold tokens of this model's chat template, which is
+                then not applied again.
+            completions: B texts.
+            batch_size: conversations in one forward; does not change the scores.
+
+        Returns:
+            Scores, fp32 [B] on CPU.
+
+        Raises:
+            ValueError: a conversation without tokens or longer than the model reads, or a score that is not finite.
+        """
+        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        parts = [self._forward(texts[i : i + batch_size]) for i in range(0, len(texts), batch_size)]
+        scores_B = torch.cat([torch.zeros(0), *parts])
+        for row, value in enumerate(scores_B.tolist()):
+            if not math.isfinite(value):
+                raise ValueError(f"reward model scores {value} in row {row}, {texts[row][:80]!r}: try dtype float32")
+        return scores_B
+
+    def _text(self, prompt: str | list[dict], completion: str) -> str:
+        if isinstance(prompt, str) and any(token in prompt for token in self._written):
+            return self._start + prompt.removeprefix(self._start) + completion + self._ending
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if self.tokenizer.chat_template:
+            messages = [*messages, {"role": "assistant", "content": completion}]
+            return self.tokenizer.apply_chat_template(messages, tokenize=False)
+        text = "\n".join(message["content"] or "" for message in messages) + completion
+        return text.removeprefix(self._start)  # the tokenizer puts one there
+
+    @torch.inference_mode()
+    def _forward(self, texts: list[str]) -> torch.Tensor:
+        # A chat template writes the start token itself: a second one would be a text the model has never seen.
+        add_start = not self.tokenizer.chat_template
+        batch = self.tokenizer(texts, add_special_tokens=add_start, padding=True, return_tensors="pt")
+        lengths = batch["attention_mask"].sum(1)
+        if lengths.min() < 1 or lengths.max() > self.max_tokens:
+            span = f"{lengths.min()} to {lengths.max()}"
+            raise ValueError(f"conversations of {span} tokens: the reward model reads 1 to {self.max_tokens}; cut them")
+        device = self.model.device
+        logits = self.model(batch["input_ids"].to(device), attention_mask=batch["attention_mask"].to(device)).logits
+        return logits.squeeze(-1).float().cpu()
+
+
+def _pad_alike(tokenizer: Any, config: Any) -> None:
+    """Give the reward tokenizer a pad token and tell the model: its head reads the last token that is not padding."""
+    if tokenizer.pad_token_id is None:
+        # The end token is the last choice: as padding, it would hide the one that closes the text.
+        ids = (config.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
+        pad_id = next((i for i in ids if i is not None and i >= 0), None)
+        if pad_id is None:
+            raise ValueError("reward tokenizer has no pad, unknown, start or end token: set its pad_token and save it")
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_id)
+        print(f"reward tokenizer has no pad token: padding with {tokenizer.pad_token!r}, id {pad_id}")
+    config.pad_token_id = tokenizer.pad_token_id

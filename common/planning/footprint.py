@@ -1,0 +1,336 @@
+"""What each part of a run takes of a GPU's memory, in bytes, from the shape of the model and the settings.
+
+The factors at the top say what cannot be counted: what layers keep and need while they compute. They are derived, not
+fitted; tests/test_plan.py compares them with what autograd keeps, and plans made with them with measured peaks.
+
+Dims: H hidden size, I inner size of the feed-forward part, T new tokens and G completions of a prompt.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.base import distributed
+from common.base.devices import GIB
+from common.generation.engine import KEEP_SHARE, PREFILL_TOKENS
+from common.model import head, logprobs, merging
+from common.planning import shapes
+from common.training import optim
+
+Roles = Mapping[str, tuple[int, ...]]  # GPU numbers by role, as `layouts.roles` gives them
+PASSES = ("loss", "backward", "reduce")  # phases of a forward and backward pass, see `Gpu.parts`
+
+
+@dataclasses.dataclass(frozen=True)
+class PerToken:
+    """Numbers in the dtype of the model that a decoder layer has for each token, as multiples of its widths."""
+
+    hidden: float  # of H
+    queries: float  # of the width of all query heads, H as a rule
+    keys: float  # of the width of all keys and values
+    inner: float  # of I
+
+    def of(self, shape: shapes.Shape) -> float:
+        """Numbers per token and layer.
+
+        Args:
+            shape: of the model.
+        """
+        widths = shape.hidden, shape.queries, shape.keys, shape.inner
+        return sum(a * b for a, b in zip(dataclasses.astuple(self), widths, strict=True))
+
+
+# What a layer keeps for its backward pass. Plain PyTorch: of each norm the input in fp32 (2 H) and the rounded result
+# (H) that its weight multiplies; the inputs of the projections (2 H); q, k, v and the output of attention; gate, its
+# activation, up and their product (4 I). With adapters norms have no gradient, so no rounded results.
+# Compiled: both residual inputs, both norms' outputs (4 H), gate, up and product (3 I); the rest is computed again.
+EAGER, EAGER_LORA = PerToken(8, 2, 1, 4), PerToken(6, 2, 1, 4)
+COMPILED, COMPILED_LORA = PerToken(4, 2, 1, 3), PerToken(4, 2, 1, 3)
+BACKWARD = PerToken(6, 0, 0, 3)  # at work in the backward pass of a layer: gradients of those, norms in fp32
+FORWARD = PerToken(4, 0, 0, 3)  # at work in a pass without gradients
+SAMPLED_LOGITS = 4  # fp32 copies of logits alive at once where tokens are drawn, as the engine counts them
+LOGITS, COMPILED_LOGITS = 3.3, 1.8  # the same of a chunk in a loss
+PAIRED_LOGITS, COMPILED_PAIRED = 4.0, 3.0  # with those of a teacher beside them
+EMBEDDER = 567_754_752  # parameters of BAAI/bge-m3, for any that is not a folder
+WORKSPACE = GIB // 4  # of cuBLAS, and of CUDA graphs besides logits
+BYTES = {4: 0.516, 8: 1.01}  # per weight held in so many bits, scales included
+STREAMED_BUCKETS = 3  # of an optimizer state in CPU memory, on the GPU at once: one comes, one is used, one goes
+USABLE = 0.95  # of a GPU's free memory: the rest goes to CUDA, NCCL and what is free in pieces too small to use
+
+
+@dataclasses.dataclass
+class Gpu:
+    """Bytes on one GPU by what they are for.
+
+    Attributes:
+        always: what is there all the time.
+        phases: what each phase has on top of that.
+        groups: prompts whose completions the GPU would sample at once; 0: it does not sample.
+        cache: of the completions of one prompt.
+        logits: of these.
+        copy: of weights that adapters are merged into; in CPU memory if they would take much of what is free.
+    """
+
+    always: Counter = dataclasses.field(default_factory=Counter)
+    phases: dict[str, Counter] = dataclasses.field(default_factory=dict)
+    groups: int = 0
+    cache: int = 0
+    logits: int = 0
+    copy: int = 0
+
+    def add(self, phase: str, **parts: float) -> None:
+        """Adds parts to a phase, or to what is always there; "_" in their names are spaces."""
+        to = self.always if phase == "always" else self.phases.setdefault(phase, Counter())
+        for name, number in parts.items():
+            to[name.replace("_", " ")] += math.ceil(number)
+
+    def at_once(self, capacity: float = math.inf) -> int:
+        """Prompts whose completions are sampled at the same time; the others wait for their turn.
+
+        Args:
+            capacity: bytes that the run can have.
+        """
+        if not self.groups:
+            return 0
+        return max(1, min(self.groups, self.room(capacity)))
+
+    def room(self, capacity: float) -> int:
+        """Prompts whose completions the memory holds, by the rule of the engine; 0: not even those of one.
+
+        Args:
+            capacity: bytes that the run can have.
+        """
+        if capacity == math.inf:
+            return self.groups
+        base = self.always.total() + self.phases["rollout"].total() + self.copied(capacity)
+        return int(max(0, min(0.9 * (capacity - base), USABLE * capacity - base)) // (self.cache + self.logits))
+
+    def copied(self, capacity: float = math.inf) -> int:
+        """Bytes of `copy` that are on the GPU: all or none.
+
+        Args:
+            capacity: bytes that the run can have.
+        """
+        return self.copy if self.copy <= merging.ROOM * (capacity - self.always.total()) else 0
+
+    def parts(self, phase: str, capacity: float = math.inf) -> Counter:
+        """Bytes of a phase by what they are for, without what is always there.
+
+        Args:
+            phase: "rollout"; "score", "reference" and "teacher", passes without gradients; "similarity"; "loss", when
+                the backward pass begins; "backward", in its first layer; "reduce", in its last; "step", of AdamW.
+            capacity: bytes that the run can have.
+        """
+        parts, groups = Counter(self.phases.get(phase, {})), self.at_once(capacity)
+        if phase == "rollout":
+            parts += Counter({"KV cache": groups * self.cache, "logits": groups * self.logits})
+            parts += Counter({"weights without adapters": self.copied(capacity)})
+        elif groups * self.cache <= KEEP_SHARE * capacity < math.inf:
+            parts["KV cache"] += groups * self.cache  # stays allocated
+        return +parts
+
+    def peak(self, capacity: float = math.inf) -> int:
+        """Bytes of the phase that takes most.
+
+        Args:
+            capacity: bytes that the run can have; unbounded: all completions are sampled at once.
+        """
+        return self.always.total() + max((self.parts(phase, capacity).total() for phase in self.phases), default=0)
+
+
+class Run:
+    """Settings of a run in the numbers that memory depends on; everything per process."""
+
+    def __init__(
+        self, cfg: Any, shape: shapes.Shape, ranks: int, longest: int, visual_tokens: int | None, on_gpu: bool
+    ):
+        """Reads a Config; fields that it lacks are as if they had their defaults.
+
+        Args:
+            cfg: of a training script.
+            shape: of the model that is trained.
+            ranks: processes of the run.
+            longest: tokens of the longest prompt.
+            visual_tokens: of the prompt with most, for a model that sees images; None: the most that can be.
+            on_gpu: whether the run is on GPUs.
+        """
+
+        def option(name: str, default: Any) -> Any:
+            return getattr(cfg, name, default)
+
+        self.cfg, self.shape, self.longest = cfg, shape, longest
+        dtype = {"auto": "bf16" if on_gpu else "fp32"}.get(cfg.dtype, cfg.dtype)
+        self.size = 4 if dtype == "fp32" else 2  # bytes of a number
+        self.compiled, self.shares_prompts = cfg.compile and on_gpu, on_gpu and self.size == 2
+        self.prompts = max(1, cfg.batch_size // ranks)
+        self.rows = self.prompts * cfg.group_size
+        self.sequence = longest + cfg.max_new_tokens
+        self.optimizer_steps = cfg.num_minibatches * option("gspo_epochs", 1) * option("grpo_epochs", 1)
+        self.has_kl = option("kl_coef", 0) > 0
+        self.visual = 0
+        if shape.levels:
+            most = option("max_images", 0) * option("max_pixels", 0) // 28**2
+            self.visual = min(longest, most if visual_tokens is None else visual_tokens)
+
+        self.rank, self.bits = option("lora_rank", 0), option("load_bits", 0)
+        self.shards = ranks if distributed.shards(cfg) else 1
+        frozen = shape.vision if option("freeze_vision", False) else 0
+        self.trained = shape.per_rank * self.rank if self.rank else shape.params - frozen
+        linear = shape.linear * (BYTES[self.bits] if self.bits else self.size)
+        self.weights = (shape.params - shape.linear) * self.size + linear + (self.trained * self.size * (self.rank > 0))
+        self.merged = shape.adapted * self.size if self.rank and not self.bits else 0
+        masters = 4 if self.size == 2 and self.shards == 1 else 0  # sharded weights are fp32, their own masters
+        self.state = (masters + 8) * self.trained / self.shards
+
+        # a teacher in this process; full: its hidden states are compared, else log-probabilities of tokens alone
+        self.distilled = hasattr(cfg, "teacher_model")
+        self.teacher = shapes.of(cfg.teacher_model) if self.distilled and not cfg.teacher_url else None
+        self.full = self.teacher is not None and cfg.loss != "opd"
+        self.offload, self.param_offload = option("optimizer_offload", "none"), option("param_offload", False)
+        self.host = self.state if self.offload != "none" else 0  # bytes of pinned CPU memory
+        if self.param_offload:
+            body = self.teacher.params - self.teacher.head * self.full if self.teacher else 0
+            self.host += self.weights + body * self.size
+
+    def add(self, gpus: dict[int, Gpu], process: Roles) -> None:
+        """Adds what one process takes.
+
+        Args:
+            gpus: by number.
+            process: its roles.
+        """
+        own = process["student"] if self.distilled else process["policy"]
+        for i in own:
+            self._weights(gpus[i])
+            self._update(gpus[i], len(own))
+        self._optimizer(gpus[own[0]])  # of several GPUs in one process on the first
+        self._rollout(gpus, own, process.get("rollout", own))
+        self._frozen(gpus, process)
+        if self.teacher:
+            self._teacher(gpus, own, process["teacher"])
+
+    def minibatch(self, num_gpus: int) -> int:
+        """Tokens at most of an optimizer step on one GPU.
+
+        Args:
+            num_gpus: of one process, that share its part of the step.
+        """
+        return -(-self.rows // (self.cfg.num_minibatches * num_gpus)) * self.sequence
+
+    def _weights(self, gpu: Gpu) -> None:
+        """Of the model that is trained."""
+        # an idle student waits in CPU memory while the teacher works
+        for phase in ("rollout", "score", *PASSES, "step") if self.param_offload else ("always",):
+            gpu.add(phase, weights=self.weights if self.shards == 1 else 4 * self.shape.params / self.shards)
+        if self.shards > 1:
+            gpu.add("always", copy_to_sample=self.size * self.shape.params)
+        if self.visual:
+            numbers = self.prompts * self.visual * self.shape.hidden * self.shape.levels
+            gpu.add("always", image_features=numbers * self.size)
+
+    def _update(self, gpu: Gpu, num_gpus: int) -> None:
+        """Forward and backward passes on one of several GPUs."""
+        cfg, shape, size = self.cfg, self.shape, self.size
+        minibatch = self.minibatch(num_gpus)
+        tokens = max(self.sequence, min(cfg.micro_batch_tokens, minibatch))
+        if (self.has_kl or self.optimizer_steps > 1) and (not self.distilled or cfg.loss == "opd"):
+            gpu.add("score", **self._forward(shape, num_gpus))  # log-probabilities that do not come with the loss
+        # of a minibatch that is one micro-batch, gradients come as activations go
+        for phase in ("reduce", "step") if minibatch <= cfg.micro_batch_tokens else (*PASSES, "step"):
+            gpu.add(phase, gradients=self.trained * (4 if self.shards > 1 else size) / self.shards)
+
+        eager, compiled = (EAGER_LORA, COMPILED_LORA) if self.rank else (EAGER, COMPILED)
+        layer = tokens * (compiled if self.compiled else eager).of(shape) * size
+        at_work = tokens * BACKWARD.of(shape) * size
+        kept = layer * shape.layers
+        if cfg.gradient_checkpointing:  # the input of each layer, and all of the one that is computed again
+            kept, at_work = tokens * shape.hidden * size * shape.layers, at_work + layer
+        if self.bits:
+            at_work += shape.linear / shape.layers * size  # weights of a layer in full
+        # the input of the last norm in fp32, and its output; with a teacher, gradients of these in fp32
+        last = tokens * shape.hidden * (4 + size + 4 * self.full)
+        # the gradient of the head is summed in fp32, then rounded; of a tied one, that waits for the embedding's
+        head_gradient = 0 if self.rank else shape.head * (4 + size)
+        waiting = shape.head * size if shape.tied and not self.rank else 0
+        logits = self._logits(tokens, shape.vocabulary, self.full)
+        gpu.add("loss", activations=kept + last, logits=logits, gradient_of_the_head=head_gradient)
+        gpu.add("backward", activations=kept, layer_at_work=at_work, gradient_of_the_head=waiting)
+        gpu.add("reduce", layer_at_work=at_work, gradient_of_the_head=waiting)
+        if self.shards > 1:
+            ends = (shape.embedding + shape.head * (not shape.tied)) * size
+            gathered = ends + 2 * shape.layer * size
+            gpu.add("loss", gathered_layers=gathered)
+            gpu.add("backward", gathered_layers=gathered + shape.layer * (4 + size))  # and a gradient on its way
+            gpu.add("reduce", gathered_layers=ends * (2 + 4 / size))
+
+    def _optimizer(self, gpu: Gpu) -> None:
+        """AdamW's state and step."""
+        bucket = optim.STREAM_ELEMENTS if self.offload == "always" else optim.BUCKET_ELEMENTS
+        bucket = min(bucket, self.trained / self.shards)
+        casts = 4 * bucket if self.size == 2 and self.shards == 1 else 0
+        gpu.add("step", fp32_gradients=casts)
+        if self.offload == "always":
+            gpu.add("step", streamed_state=STREAMED_BUCKETS * 12 * bucket)
+            return
+        during = (*PASSES, "step") if self.optimizer_steps > 1 else ("step",)  # it comes back in the first step
+        for phase in ("always",) if self.offload == "none" else during:
+            gpu.add(phase, AdamW=self.state)
+
+    def _rollout(self, gpus: dict[int, Gpu], own: tuple[int, ...], sampling: tuple[int, ...]) -> None:
+        """Copies that sample, and what they need for it."""
+        shape, T, G = self.shape, self.cfg.max_new_tokens, self.cfg.group_size
+        for i in sampling:
+            gpu = gpus[i]
+            if i not in own:
+                gpu.add("always", copy_to_sample=self.weights)
+            most = max(1, self.cfg.rollout_batch // G) if self.cfg.rollout_batch else self.prompts
+            gpu.groups += min(most, -(-self.prompts // len(sampling)))
+            slots = self.longest + G * T if self.shares_prompts else G * self.sequence
+            gpu.cache = shape.layers * shape.keys * self.size * slots
+            gpu.logits = SAMPLED_LOGITS * 4 * shape.vocabulary * G
+            gpu.copy = self.merged
+            tokens = min(max(PREFILL_TOKENS, self.longest), gpu.groups * self.longest)
+            gpu.add("rollout", workspace=WORKSPACE, reading_prompts=tokens * FORWARD.of(shape) * self.size)
+
+    def _frozen(self, gpus: dict[int, Gpu], process: Roles) -> None:
+        """Reference, reward model and embedder."""
+        cfg = self.cfg
+        for i in process.get("reference", ()) if self.has_kl and not self.rank else ():
+            gpus[i].add("always", reference=self.shape.params * self.size / self.shards)
+            gpus[i].add("reference", **self._forward(self.shape))
+        for i in process.get("reward", ()):
+            gpus[i].add("always", reward_model=shapes.of(cfg.reward_model, "reward").params * self.size)
+        for i in process.get("embedder", ()) if getattr(cfg, "embedding_model", "ngrams") != "ngrams" else ():
+            # without a network, to ask the hub would take long
+            local = Path(cfg.embedding_model).expanduser().is_dir()
+            params = shapes.of(cfg.embedding_model, "embedder").params if local else EMBEDDER
+            gpus[i].add("similarity" if cfg.similarity_offload else "always", embedder=2 * params)  # fp16
+
+    def _teacher(self, gpus: dict[int, Gpu], own: tuple[int, ...], where: tuple[int, ...]) -> None:
+        """A teacher, spread over its GPUs; idle it may be in CPU memory, but for a head that the loss needs."""
+        head_size = self.teacher.head * self.size * self.full
+        body = (self.teacher.params * self.size - head_size) / len(where)
+        for i in where:
+            gpus[i].add("teacher" if self.param_offload else "always", teacher=body)
+            gpus[i].add("teacher", **self._forward(self.teacher))
+        gpus[where[-1]].add("always", teacher=head_size)
+        for i in own:
+            if i != where[-1]:
+                gpus[i].add("loss", head_of_the_teacher=head_size)
+        states = self.rows * self.cfg.max_new_tokens * self.teacher.hidden * self.size * self.full
+        for phase in ("teacher", *PASSES):
+            gpus[own[0]].add(phase, what_the_teacher_said=states)
+
+    def _forward(self, shape: shapes.Shape, num_gpus: int = 1) -> dict[str, float]:
+        """Parts of a pass without gradients."""
+        tokens = min(logprobs.FORWARD_FACTOR * self.cfg.micro_batch_tokens, -(-self.rows // num_gpus) * self.sequence)
+        tokens = max(tokens, self.sequence)
+        return dict(forward_pass=tokens * FORWARD.of(shape) * self.size, logits=self._logits(tokens, shape.vocabulary))
+
+    def _logits(self, tokens: int, vocabulary: int, paired: bool = False) -> float:
+        """Logits of a chunk of tokens."""
+        plain, compiled = (PAIRED_LOGITS, COMPILED_PAIRED) if paired else (LOGITS, COMPILED_LOGITS)
+        return (compiled if self.compiled else plain) * 4 * vocabulary * min(tokens, head.CHUNK_TOKENS)

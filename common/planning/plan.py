@@ -1,0 +1,348 @@
+"""What a run takes of each GPU's memory, said before anything is loaded, and what to change if that does not fit.
+
+`require_fit` is the one call that a training script makes; scripts/plan_memory.py asks for machines one does not have.
+The numbers are those of footprint.py. A phase has what is always there, and its own parts on top; of the phases
+of the update the table has the largest. Qwen2.5-1.5B with gspo/gspo.py on 48 GiB, with a reference, and with AdamW's
+state in CPU memory during rollouts:
+
+    GiB    weights  reference  rollout  update   peak  usable
+    GPU 0     2.88       2.88     1.70   38.84  44.59    45.6
+    GPU 0, rollout: KV cache 0.66, reading prompts 0.50, logits 0.29, workspace 0.25
+    GPU 0, update (loss): AdamW 17.25, activations 15.71, gradients 2.88, gradient of the head 1.30, logits 1.04, ...
+    CPU memory, pinned: 17.25
+"""
+
+import contextlib
+import dataclasses
+import io
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from common.base import devices, distributed
+from common.base.checks import require
+from common.base.devices import GIB
+from common.model import lora
+from common.planning import advice, layouts, shapes
+from common.planning.footprint import USABLE, Gpu, Roles, Run
+from common.training import sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Bytes by GPU.
+
+    Attributes:
+        name: of the model.
+        cfg: the Config of the script.
+        shape: of the model that is trained.
+        trained: number of parameters that are.
+        gpus: by number, as the process sees them.
+        host: pinned CPU memory of all processes here, without what adapters are merged into.
+        longest: tokens of the longest prompt.
+        minibatch: tokens at most that a GPU trains on in an optimizer step.
+        capacity: bytes of each GPU that the run can have; empty: unknown.
+        host_capacity: bytes of CPU memory.
+        given: arguments of `of`, to plan again with other settings.
+    """
+
+    name: str
+    cfg: Any
+    shape: shapes.Shape
+    trained: int
+    gpus: dict[int, Gpu]
+    host: int
+    longest: int
+    minibatch: int
+    given: dict[str, Any]
+    capacity: dict[int, float] = dataclasses.field(default_factory=dict)
+    host_capacity: float = math.inf
+
+    def within(self, capacity: float | Mapping[int, float], host: float = math.inf) -> "Plan":
+        """The plan for a machine.
+
+        Args:
+            capacity: bytes that the run can have, of all GPUs or by their numbers.
+            host: bytes of CPU memory.
+        """
+        each = capacity if isinstance(capacity, Mapping) else dict.fromkeys(self.gpus, capacity)
+        each = {number: each[number] for number in self.gpus}
+        return dataclasses.replace(self, capacity=each, host_capacity=host)
+
+    def but(self, **changes: Any) -> "Plan":
+        """The plan of a run with other settings.
+
+        Args:
+            **changes: fields of the Config.
+
+        Raises:
+            ValueError: the Config refuses them, or the script at its start.
+        """
+        with contextlib.redirect_stdout(io.StringIO()):  # warnings have been printed once
+            cfg = dataclasses.replace(self.cfg, **changes)
+            sharding.wanted(cfg)
+        return dataclasses.replace(of(cfg, **self.given), capacity=self.capacity, host_capacity=self.host_capacity)
+
+    def peak(self, number: int) -> int:
+        """Bytes that a GPU holds at most.
+
+        Args:
+            number: of the GPU.
+        """
+        return self.gpus[number].peak(self.capacity.get(number, math.inf))
+
+    @property
+    def pinned(self) -> int:
+        """Bytes of pinned CPU memory."""
+        copies = ((gpu.copy, gpu.copied(self.capacity.get(i, math.inf))) for i, gpu in self.gpus.items())
+        return self.host + sum(copy for copy, on_gpu in copies if not on_gpu)
+
+    def load(self, number: int) -> float:
+        """What a GPU holds at most, as a share of what it can: above 1 it does not fit.
+
+        Args:
+            number: of the GPU.
+        """
+        return self.peak(number) / max(1, USABLE * self.capacity.get(number, math.inf))
+
+    def fits(self, capacity: float | Mapping[int, float] | None = None) -> bool:
+        """Whether every GPU holds what the run takes, and the CPU's memory what is moved there.
+
+        Args:
+            capacity: as in `within`; None: as the plan was given.
+        """
+        plan = self if capacity is None else self.within(capacity)
+        return plan.pinned <= USABLE * plan.host_capacity and all(plan.load(i) <= 1 for i in plan.gpus)
+
+    def advice(self, capacity: float | Mapping[int, float] | None = None) -> advice.Advice:
+        """The least costly settings with which the run fits.
+
+        Args:
+            capacity: as in `fits`.
+        """
+        return advice.find(self if capacity is None else self.within(capacity))
+
+    def largest(self, capacity: float | Mapping[int, float] | None = None) -> tuple[int, int]:
+        """How much of a step is computed at the same time: more is faster, and changes no result.
+
+        Args:
+            capacity: as in `fits`.
+
+        Returns:
+            The largest micro_batch_tokens that fit, up to those of a minibatch; 0: not even one sequence. And the
+            completions, batch_size * group_size, that all GPUs here decode at once; of more, some wait for their turn.
+        """
+        plan = self if capacity is None else self.within(capacity)
+        tokens = 0
+        for start in (plan.sequence, plan.cfg.micro_batch_tokens):
+            size = min(start, plan.minibatch)
+            while plan.but(micro_batch_tokens=size).fits():
+                tokens = max(tokens, size)
+                if size == plan.minibatch:
+                    break
+                size = min(2 * size, plan.minibatch)
+        groups = [gpu.room(plan.capacity.get(i, math.inf)) for i, gpu in plan.gpus.items() if gpu.groups]
+        return tokens, sum(groups) * self.cfg.group_size
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of the longest sequence, which a micro-batch holds at least."""
+        return self.longest + self.cfg.max_new_tokens
+
+    @property
+    def processes(self) -> list[Roles]:
+        """The roles of each process that was planned."""
+        roles = self.given["roles"]
+        return [roles] if isinstance(roles, Mapping) else list(roles)
+
+    def teacher_alone(self) -> bool:
+        """Whether a teacher, without anything else, is more than its GPUs hold."""
+        for i in self.processes[0].get("teacher", ()):
+            held = self.gpus[i].always["teacher"] + self.gpus[i].phases["teacher"]["teacher"]
+            if held > USABLE * self.capacity.get(i, math.inf):
+                return True
+        return False
+
+    def __str__(self) -> str:
+        """The table, a line for each GPU."""
+        names = list(dict.fromkeys(name for gpu in self.gpus.values() for name, n in gpu.always.items() if n))
+        rows = [["GiB", *names, "rollout", "update", "peak", *(["usable", ""] if self.capacity else [])]]
+        for number, gpu in sorted(self.gpus.items()):
+            capacity = self.capacity.get(number, math.inf)
+            totals = {phase: gpu.parts(phase, capacity).total() for phase in gpu.phases}
+            rollout = totals.pop("rollout", 0)
+            sizes = [gpu.always[name] for name in names] + [rollout, max(totals.values(), default=0), self.peak(number)]
+            row = [f"GPU {number}", *(f"{size / GIB:.2f}" for size in sizes)]
+            if self.capacity:
+                row += [f"{USABLE * capacity / GIB:.1f}", "" if self.load(number) <= 1 else "does not fit"]
+            rows.append(row)
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [self._title()]
+        for row in rows:
+            cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+            lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
+        lines += self._details()
+        return "\n".join(lines)
+
+    def _title(self) -> str:
+        def said(count: int) -> str:
+            return f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.1f} million"
+
+        trained = "all" if self.trained == self.shape.params else said(self.trained)
+        return (
+            f"plan: {self.name}, {said(self.shape.params)} parameters, {trained} trained; sequences of up to "
+            f"{self.longest} + {self.cfg.max_new_tokens} tokens, {self.cfg.micro_batch_tokens} in a micro-batch"
+        )
+
+    def _details(self) -> list[str]:
+        """What the fullest GPU holds, and what stands outside the table."""
+        number = max(self.gpus, key=self.load if self.capacity else self.peak)
+        gpu, capacity = self.gpus[number], self.capacity.get(number, math.inf)
+        lines = []
+        for name, phases in (("rollout", ["rollout"]), ("update", [p for p in gpu.phases if p != "rollout"])):
+            best = max(phases, key=lambda phase: gpu.parts(phase, capacity).total(), default=None)
+            if best in gpu.phases:
+                parts = ", ".join(f"{k} {n / GIB:.2f}" for k, n in gpu.parts(best, capacity).most_common())
+                lines.append(f"GPU {number}, {name}{'' if best == name else f' ({best})'}: {parts}")
+        waiting = gpu.groups - gpu.at_once(capacity)
+        if waiting > 0:
+            lines.append(f"completions of {gpu.groups - waiting} of {gpu.groups} prompts are sampled at once")
+        if self.pinned:
+            too_much = "" if self.pinned <= USABLE * self.host_capacity else ", which does not fit"
+            lines.append(f"CPU memory, pinned: {self.pinned / GIB:.2f}{too_much}")
+        return lines
+
+
+def of(
+    cfg: Any,
+    roles: Roles | Sequence[Roles],
+    *,
+    ranks: int = 1,
+    model: str = "",
+    prompt_tokens: int = 0,
+    visual_tokens: int | None = None,
+    on_gpu: bool = True,
+) -> Plan:
+    """Plans a run from its configuration.
+
+    Args:
+        cfg: the Config of a training script; fields that it lacks are as if they had their defaults.
+        roles: GPUs of each role, as `layouts.roles` gives them; or one of these per process of this machine.
+        ranks: processes of the run, on all machines.
+        model: what is trained, as in `shapes.of`; "": as the configuration says.
+        prompt_tokens: of the longest prompt, if that is known; 0: as many as `max_prompt_tokens` allows.
+        visual_tokens: of the prompt with most, for a model that sees images; None: the most that can be.
+        on_gpu: whether the run is on GPUs, or everything is on the CPU, which counts as GPU 0.
+
+    Raises:
+        ValueError: a model cannot be found, or not be used.
+    """
+    given = dict(roles=roles, ranks=ranks, model=model, prompt_tokens=prompt_tokens, visual_tokens=visual_tokens,
+                 on_gpu=on_gpu)  # fmt: skip
+    processes = [roles] if isinstance(roles, Mapping) else list(roles)
+    name = cfg.student_model if hasattr(cfg, "student_model") else cfg.policy_model
+    shape = shapes.of(model or name, targets=getattr(cfg, "lora_targets", lora.ALL))
+    longest = min(prompt_tokens or cfg.max_prompt_tokens, cfg.max_prompt_tokens)
+    run = Run(cfg, shape, ranks, longest, visual_tokens, on_gpu)
+    gpus = {i: Gpu() for i in sorted({i for process in processes for ids in process.values() for i in ids})}
+    for process in processes:
+        run.add(gpus, process)
+    trains = len(processes[0].get("student") or processes[0]["policy"])
+    replicas = (trains - 1) * run.weights * run.param_offload  # each leaves its GPU
+    host = len(processes) * math.ceil(run.host + replicas)
+    return Plan(name, cfg, shape, run.trained, gpus, host, run.longest, run.minibatch(trains), given)
+
+
+def host_bytes() -> int:
+    """CPU memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def require_fit(
+    cfg: Any,
+    gpus: Any,
+    *,
+    ranks: int = 1,
+    model: str = "",
+    prompt_tokens: int = 0,
+    visual_tokens: int | None = None,
+    **more: Sequence[torch.device],
+) -> "Plan | str":
+    """Prints the plan of a run on rank 0, and refuses what cannot fit; to be called before anything is loaded.
+
+    Args:
+        cfg: the Config of the script.
+        gpus: its layout; a script with one device gives a list of it.
+        ranks: processes of the run.
+        model: as in `of`.
+        prompt_tokens: as in `of`.
+        visual_tokens: as in `of`.
+        **more: devices of roles that the layout does not have, such as `embedder`.
+
+    Returns:
+        The plan; or why there is none.
+
+    Raises:
+        ValueError: not even a micro-batch of one sequence fits, and `force` is not set; what to change.
+    """
+    found = {role: tuple(dict.fromkeys(where)) for role, where in _roles(cfg, gpus, more)}
+    on_gpu = next(iter(found.values()))[0].type == "cuda"
+    places = {d.index or 0: d for where in found.values() for d in where}
+    numbers = {role: tuple(d.index or 0 for d in where) for role, where in found.items()}
+    try:
+        plan = of(cfg, numbers, ranks=ranks, model=model, prompt_tokens=prompt_tokens, visual_tokens=visual_tokens,
+                  on_gpu=on_gpu)  # fmt: skip
+    except (OSError, ValueError, AttributeError) as error:  # what is wrong with a model, loading it says better
+        plan = f"no plan of memory: {type(error).__name__}: {error}"
+        distributed.print_main(plan)
+        return plan
+    if not on_gpu:
+        gib = plan.gpus[0].always.total() / GIB
+        if gib > 0.1:  # not for a built-in one
+            distributed.print_main(f"plan: weights and optimizer take {gib:.2f} GiB of CPU memory, in each process")
+        return plan
+    # what this process holds already is in the plan
+    capacity = {i: devices.free_bytes(d) + torch.cuda.memory_allocated(d) for i, d in places.items()}
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    plan = plan.within(capacity, host_bytes() / here)  # of one process, as the plan is
+    distributed.print_main(plan)
+    if plan.fits():
+        return plan
+    smallest = plan.but(micro_batch_tokens=1)
+    if smallest.fits():
+        distributed.print_main(
+            f"micro_batch_tokens = {cfg.micro_batch_tokens} may be too many: they are halved when memory runs out; "
+            f"about {max(plan.sequence, plan.largest()[0])} fit"
+        )
+        return plan
+    fullest = max(places, key=smallest.load)
+    value = f"GPU {fullest}: the smallest micro-batch needs about {smallest.peak(fullest) / GIB:.1f} GiB"
+    rule = f"{USABLE * plan.capacity[fullest] / GIB:.1f} GiB can be used"
+    if smallest.load(fullest) <= 1:
+        pinned = here * smallest.pinned / GIB
+        value = f"optimizer_offload or param_offload: {pinned:.1f} GiB of CPU memory for all processes"
+        rule = f"this machine has {host_bytes() / GIB:.1f}"
+    if getattr(cfg, "force", False):
+        distributed.print_main(f"warning: {value}, {rule}; starting all the same, as force says")
+        return plan
+    require(False, value, rule, f"{plan.advice()}; or --force true, if you know better")
+    return plan
+
+
+def _roles(cfg: Any, gpus: Any, more: Mapping[str, Sequence]) -> Iterator[tuple[str, Sequence[torch.device]]]:
+    """The devices of each role that this configuration has, from the layout of a script."""
+    everything = list(gpus) if isinstance(gpus, Sequence) else None
+    trained, *others = layouts.role_names(cfg)
+    own = everything or getattr(gpus, trained)
+    yield trained, own
+    for role in others:
+        if role in ("rollout", "teacher"):
+            yield role, everything or getattr(gpus, role, None) or own
+        elif role == "embedder":
+            yield role, more.get(role, own[:1])
+        else:
+            yield role, own[:1] if everything else (getattr(gpus, role),)
+    yield from ((role, where) for role, where in more.items() if role not in others)

@@ -1,0 +1,177 @@
+"""The shape of a model, from its config file alone: nothing is downloaded but that, and no weight is allocated."""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
+
+from common.base.checks import require
+from common.model import images, lora, sources
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What memory depends on. Numbers of parameters and widths in elements; tied embeddings are counted once.
+
+    Attributes:
+        params: all parameters.
+        vision: those of the vision tower, which are among them.
+        head: those of the output head, the embedding if they are tied.
+        embedding: those of the input embedding.
+        tied: whether the two are one.
+        layer: those of the largest decoder layer.
+        linear: those of all linear layers that can be held in few bits.
+        adapted: those of the layers that get LoRA adapters.
+        per_rank: parameters of all adapters together, for each unit of their rank.
+        layers: number of decoder layers.
+        hidden: width of the hidden states.
+        queries: width of all query heads together.
+        keys: width of all keys and values together.
+        inner: width inside the feed-forward part; of a mixture of experts, that of all which a token goes through.
+        vocabulary: rows of the output head.
+        levels: of features that an image has in the decoder; 0 for a model without images.
+    """
+
+    params: int
+    vision: int
+    head: int
+    embedding: int
+    tied: bool
+    layer: int
+    linear: int
+    adapted: int
+    per_rank: int
+    layers: int
+    hidden: int
+    queries: int
+    keys: int
+    inner: int
+    vocabulary: int
+    levels: int
+
+
+@functools.cache
+def of(name: str, kind: str = "policy", targets: str = lora.ALL) -> Shape:
+    """Reads the config of a model and counts.
+
+    Args:
+        name: as in `sources.find`, or the path of a config.json.
+        kind: "policy", for any causal language model; "reward", a classifier with one output; or "embedder".
+        targets: which layers get adapters, as in `lora.targets`.
+
+    Raises:
+        ValueError: there is no such model, its config cannot be read, or the scripts could not load it.
+    """
+    source = name if Path(name).is_file() else sources.find(name)
+    if kind == "embedder" and Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+        source = str(next(Path(source).glob("*/config.json"), source))  # sentence-transformers has a folder per module
+    elif Path(source).is_dir():
+        source = base(source)
+    with _named(name, kind):
+        try:  # without a network, to ask the hub about what is there already would take long
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
+        except OSError:
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        model = _empty(config, kind)
+        text = config.get_text_config()
+        heads, layers = text.num_attention_heads, text.num_hidden_layers
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        embedding = model.get_input_embeddings().weight
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    sizes = {id(p): p.numel() for p in model.parameters()}
+    head, adapted, is_vlm = None, [], images.is_vlm(config)
+    if kind == "policy":
+        causal = [m.is_causal for m in model.modules() if hasattr(m, "is_causal")]
+        require(not causal or any(causal), f"model {name!r}: {type(model).__name__}", "an encoder, whose tokens see "
+                "those after them, cannot write", "give a causal language model")  # fmt: skip
+        head = model.get_output_embeddings().weight
+        chosen = set(lora.targets(model, targets))
+        adapted = [m.weight for name, m in model.named_modules() if name in chosen]
+    tower = images.tower(model) if is_vlm else nn.Module()
+    decoder = model.get_decoder() if kind == "policy" else model
+    blocks = [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
+    linear = [m.weight for m in decoder.modules() if isinstance(m, (nn.Linear, Conv1D))]
+    return Shape(
+        params=sum(sizes.values()),
+        vision=sum(p.numel() for p in tower.parameters()),
+        head=0 if head is None else head.numel(),
+        embedding=embedding.numel(),
+        tied=head is embedding,
+        layer=max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0),
+        linear=sum(weight.numel() for weight in linear if weight is not head),
+        adapted=sum(weight.numel() for weight in adapted),
+        per_rank=sum(sum(weight.shape) for weight in adapted),
+        layers=layers,
+        hidden=text.hidden_size,
+        queries=heads * head_dim,
+        keys=2 * kv_heads * head_dim,
+        inner=_inner(text),
+        vocabulary=embedding.shape[0] if head is None else head.shape[0],
+        levels=1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ()) if is_vlm else 0,
+    )
+
+
+def base(source: str) -> str:
+    """Where a model has its config: for adapters, the model that they belong to.
+
+    Args:
+        source: a folder, or a hub id.
+
+    Returns:
+        The same, or the folder or hub id of that model.
+
+    Raises:
+        ValueError: adapters that do not say which it is.
+    """
+    name = sources.base_of(source)
+    return source if name is None else base(sources.find(name))
+
+
+@contextlib.contextmanager
+def _named(name: str, kind: str) -> Iterator[None]:
+    """Errors about a config in one line that says whose it is."""
+    try:
+        yield
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:  # as transformers raises them
+        said = (str(error).splitlines() or [""])[0].strip().rstrip(".")
+        said = said if len(said) <= 200 else f"{said[:200]} ..."
+        wanted = {"policy": "causal language model", "reward": "sequence classifier", "embedder": "text encoder"}[kind]
+        remedy = f"give a {wanted}: a hub id, a folder with config.json, or the path of that file"
+        raise ValueError(f"model {name!r}: {said}; {remedy}") from error
+
+
+def _inner(text: PretrainedConfig) -> int:
+    """Width inside the feed-forward part, as a token sees it."""
+    plain = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size
+    experts = getattr(text, "num_experts_per_tok", None)
+    if not experts:
+        return plain
+    shared = getattr(text, "shared_expert_intermediate_size", None) or 0
+    return experts * (getattr(text, "moe_intermediate_size", None) or plain) + shared
+
+
+def _empty(config: PretrainedConfig, kind: str) -> PreTrainedModel:
+    """The model on torch's device without memory."""
+    loaders = {"policy": AutoModelForCausalLM, "reward": AutoModelForSequenceClassification, "embedder": AutoModel}
+    loader = loaders[kind]
+    if kind == "policy" and images.is_vlm(config):
+        loader = AutoModelForImageTextToText
+    if kind == "reward":
+        config.num_labels = 1
+    with torch.device("meta"):
+        return loader.from_config(config, trust_remote_code=False)

@@ -1,0 +1,349 @@
+"""What a run reports: metrics.jsonl always, TensorBoard, a progress bar, and samples to read.
+
+Names and meanings of the metrics stand in the algorithm's README.
+"""
+
+import json
+import os
+import resource
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from common.base import devices, distributed, storage
+from common.generation.batches import RolloutBatch
+from common.maths import advantages
+from common.tasks.data import Example
+
+NUM_SAMPLES = 4  # prompts shown at a time in samples.jsonl
+IN_BAR = {"reward": "reward", "len": "completion_length", "clip": "clip_fraction", "div": "divergence",
+          "tok/s": "tokens_per_second"}  # fmt: skip
+
+
+class Log:
+    """Collects the numbers of a step over micro-batches, devices and ranks, and writes one line per step."""
+
+    def __init__(self, out_dir: str, start: int, steps: int, gpus: list[torch.device]):
+        """Opens the files of a run; lines of steps after `start`, which will be taken again, are removed; a collective.
+
+        Args:
+            out_dir: of the run.
+            start: steps done before, 0 for a new run.
+            steps: steps of the whole run.
+            gpus: the devices whose memory is reported.
+        """
+        self.out_dir, self.gpus, self.is_main = Path(out_dir), gpus, distributed.rank() == 0
+        # by name and device: what lies on different GPUs is added up on the host, so that no GPU waits for another
+        self._sums: dict[tuple[str, torch.device | None], Any] = {}
+        self._weights: dict[tuple[str, torch.device | None], Any] = {}
+        self._max: dict[str, Any] = {}
+        self._warned: set[str] = set()
+        found = False
+        if self.is_main:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.out_dir.mkdir(parents=True, exist_ok=True)
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                keep_lines(self.out_dir / name, start if start else -1)  # a new run evaluates the starting model again
+            found = _has_evaluation(self.out_dir / "metrics.jsonl", start)
+            self._board = SummaryWriter(str(self.out_dir / "tensorboard"), purge_step=start + 1)
+            self._bar = tqdm(initial=start, total=steps, unit="step", dynamic_ncols=True)
+        self._start, self._evaluated = start, distributed.any_rank(found)
+
+    def add(self, weight: float | torch.Tensor = 1.0, **values: float | torch.Tensor) -> None:
+        """Adds to this step's averages; tensors stay on their device until the step ends.
+
+        Args:
+            weight: what each value is the mean of, sequences or tokens, say.
+            **values: means by name; a name ending in `_max` is reported as the largest instead.
+        """
+        for name, value in values.items():
+            if name.endswith("_max"):
+                self._max.setdefault(name, []).append(value)
+            else:
+                key = name, value.device if isinstance(value, torch.Tensor) else None
+                self._sums[key] = self._sums.get(key, 0.0) + value * weight
+                self._weights[key] = self._weights.get(key, 0.0) + weight
+
+    def mark(self) -> tuple[dict, dict, dict]:
+        """What was added in this step so far, for `back`."""
+        return dict(self._sums), dict(self._weights), {name: list(seen) for name, seen in self._max.items()}
+
+    def back(self, mark: tuple[dict, dict, dict]) -> None:
+        """Forgets what was added since, because it will be computed again.
+
+        Args:
+            mark: from `mark`, of the same step; good for more than one return.
+        """
+        self._sums, self._weights = dict(mark[0]), dict(mark[1])
+        self._max = {name: list(seen) for name, seen in mark[2].items()}
+
+    def add_batch(self, batch: RolloutBatch) -> None:
+        """Adds the lengths of a batch; a collective.
+
+        Args:
+            batch: completions.
+        """
+        lengths = batch.lengths.float().cpu()
+        self.add(len(lengths), completion_length=lengths.mean().item(), truncated=batch.truncated.float().mean().item())
+        self.add(len(lengths), completion_length_max=lengths.max().item())
+        self._tokens = distributed.sum_over_ranks(lengths.sum().item())
+
+    def add_rewards(self, rewards: torch.Tensor, by_function: dict[str, torch.Tensor]) -> None:
+        """Adds mean rewards.
+
+        Args:
+            rewards: [...] fp32, NaN for unscored completions.
+            by_function: [B] rewards of each reward function by name, unweighted.
+        """
+        scored = ~rewards.isnan()
+        self.add(scored.sum().item(), reward=rewards.nansum().item() / max(1, scored.sum().item()))
+        self.add(rewards.numel(), unscored=1 - scored.float().mean().item())
+        for name, values in by_function.items():
+            known = values[~values.isnan()]
+            self.add(len(known), **{f"reward_{name}": known.mean().item() if len(known) else 0.0})
+
+    def add_rollout(self, batch: RolloutBatch, rewards: torch.Tensor, by_function: dict[str, torch.Tensor]) -> None:
+        """Adds what is known after scoring groups of completions; a collective.
+
+        Args:
+            batch: the rollout.
+            rewards: [P, G] fp32, NaN for unscored completions.
+            by_function: [B] rewards of each reward function by name, unweighted.
+        """
+        rewards, scored = rewards.cpu(), ~rewards.cpu().isnan()
+        self.add_rewards(rewards, by_function)
+        filled = torch.where(scored, rewards, 0.0)
+        mean = filled.sum(1) / scored.sum(1).clamp(min=1)
+        spread = torch.where(scored, rewards - mean[:, None], 0.0).square().sum(1) / (scored.sum(1) - 1).clamp(min=1)
+        equal = advantages.equal_groups(rewards).float()
+        self.add(len(rewards), reward_std=spread.sqrt().mean().item(), zero_std=equal.mean().item())
+        self.add_batch(batch)
+        lengths = batch.lengths.float().cpu()
+        for name, rows in (("above", rewards > mean[:, None]), ("below", rewards < mean[:, None])):
+            picked = lengths[(rows & (equal == 0)[:, None]).flatten()]  # the mean of equal rewards may be rounded
+            self.add(len(picked), **{f"completion_length_{name}": picked.mean().item() if len(picked) else 0.0})
+
+    @contextmanager
+    def time(self, phase: str) -> Iterator[None]:
+        """Adds the duration of the block to `seconds_<phase>`; several blocks of a step add up."""
+        began, key = time.perf_counter(), (f"seconds_{phase}", None)
+        yield
+        devices.synchronize(self.gpus)
+        self._sums[key] = self._sums.get(key, 0.0) + time.perf_counter() - began
+        self._weights[key] = 1.0
+
+    @contextmanager
+    def time_save(self, step: int) -> Iterator[None]:
+        """Writes the duration of the block as `seconds_save`, in a line of its own.
+
+        Args:
+            step: steps done.
+        """
+        began = time.perf_counter()
+        yield
+        if self.is_main:
+            self._write({"step": step, "seconds_save": time.perf_counter() - began})
+
+    def end_step(self, step: int, **values: float) -> dict[str, Any]:
+        """Writes the line of a step; a collective.
+
+        Args:
+            step: from 1.
+            **values: numbers that are the same on every rank.
+
+        Returns:
+            The line.
+
+        Raises:
+            ValueError: not one completion of the step could be scored, on any rank.
+        """
+        counted = [*self._sums.values(), *self._weights.values(), *(x for seen in self._max.values() for x in seen)]
+        numbers = iter(_to_host(counted))
+        own = {
+            "sums": _by_name(self._sums, numbers),
+            "weights": _by_name(self._weights, numbers),
+            "max": {name: max(next(numbers) for _ in seen) for name, seen in self._max.items()},
+            "memory": devices.peak_memory_gib(self.gpus),
+            "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        }
+        self._sums, self._weights, self._max = {}, {}, {}
+        ranks = distributed.gather_objects(own)
+        line: dict[str, Any] = {"step": step}
+        for name in own["sums"]:
+            weight = sum(r["weights"][name] for r in ranks)
+            line[name] = sum(r["sums"][name] for r in ranks) / weight if weight else None
+        line |= {name: max(r["max"][name] for r in ranks) for name in own["max"]}
+        line |= values
+        line["seconds"] = sum(line[name] for name in own["sums"] if name.startswith("seconds_"))
+        if "seconds_similarity" in line:
+            line["similarity_share"] = line["seconds_similarity"] / line["seconds"]
+        line["tokens_per_second"] = self._tokens / line["seconds"]
+        line["memory_gib"] = [gib for r in ranks for gib in r["memory"]]
+        line["host_memory_gib"] = [round(r["host"], 3) for r in ranks]
+        if self.is_main:
+            self._write(line)
+            shown = {label: line[name] for label, name in IN_BAR.items() if line.get(name) is not None}
+            self._bar.set_postfix({label: f"{value:.3g}" for label, value in shown.items()}, refresh=False)
+            self._bar.update()
+            self._warn(line)
+        if line.get("unscored") == 1.0:
+            raise ValueError(f"step {step}: the reward is NaN for every completion: check reward function and answers")
+        return line
+
+    def evaluation_due(self, cfg: Any) -> bool:
+        """Whether to evaluate before the first step: a new run, or one whose service stayed away in an evaluation.
+
+        Args:
+            cfg: the Config.
+        """
+        if not (cfg.eval_data and cfg.eval_every) or self._evaluated:
+            return False
+        return self._start % cfg.eval_every == 0 or self._start == cfg.steps
+
+    def eval(self, step: int, **values: float) -> None:
+        """Writes the line of an evaluation.
+
+        Args:
+            step: steps done.
+            **values: results by name, the same on every rank.
+        """
+        if self.is_main:
+            self._write({"step": step, **values})
+            self.say(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in values.items()))
+
+    def samples(
+        self, step: int, examples: list[Example], completions: list[str], rewards: list[float], show: bool
+    ) -> None:
+        """Writes completions to read: the first one of each of the first few prompts.
+
+        Args:
+            step: from 1.
+            examples: P prompts.
+            completions: B texts, those of a prompt side by side.
+            rewards: one per completion.
+            show: print them as well.
+        """
+        if not self.is_main:
+            return
+        group_size = len(completions) // len(examples)
+        lines = []
+        for i, example in enumerate(examples[:NUM_SAMPLES]):
+            completion, reward = completions[i * group_size], rewards[i * group_size]
+            line = {"step": step, "prompt": example.prompt, "completion": completion, "answer": example.answer}
+            line |= {"id": example.columns["id"]} if "id" in example.columns else {}
+            lines.append(json.dumps({**line, "reward": _finite(reward)}, ensure_ascii=False) + "\n")
+            if show:
+                self.say(f"step {step}, reward {reward:.3g}, answer {example.answer!r}: {completion!r}")
+        storage.append(self.out_dir / "samples.jsonl", "".join(lines))
+
+    def say(self, text: str) -> None:
+        """Prints a line without tearing the progress bar."""
+        if self.is_main:
+            self._bar.write(text)
+
+    def close(self) -> None:
+        """Closes the files."""
+        if self.is_main:
+            self._board.close()
+            self._bar.close()
+
+    def _warn(self, line: dict[str, Any]) -> None:
+        """Says what makes a step worth nothing, the first time it is seen."""
+        causes = {
+            "truncated": "every completion was cut off: raise max_new_tokens, or ask for shorter answers",
+            "zero_std": "the rewards of every group are equal, so there is nothing to learn: is the task too hard, too "
+            "easy, or the reward function blind?",
+            "skipped_updates": "nothing in this step could be trained on",
+        }
+        for name, cause in causes.items():
+            if line.get(name) == 1.0 and name not in self._warned:
+                self._warned.add(name)
+                self.say(f"warning: step {line['step']}: {cause}")
+
+    def _write(self, line: dict[str, Any]) -> None:
+        line = {name: _finite(value) for name, value in line.items()}
+        storage.append(self.out_dir / "metrics.jsonl", json.dumps(line, allow_nan=False) + "\n")
+        for name, value in line.items():
+            if isinstance(value, float):
+                self._board.add_scalar(name, value, line["step"])
+
+
+def mean_scored(parts: Iterable[torch.Tensor]) -> float:
+    """Mean reward of an evaluation, over all ranks; says how many completions have none; a collective.
+
+    Args:
+        parts: [E] fp32 each, NaN for completions that were not scored; a rank may have none.
+
+    Returns:
+        The mean; NaN if nothing was scored.
+    """
+    parts = list(parts)
+    total = distributed.sum_over_ranks(sum(part.nansum().item() for part in parts))
+    missing = distributed.sum_over_ranks(sum(int(part.isnan().sum()) for part in parts))
+    count = distributed.sum_over_ranks(sum(map(len, parts))) - missing
+    if missing:
+        distributed.print_main(f"warning: evaluation: {missing} of {missing + count} rewards are NaN and left out")
+    return total / count if count else float("nan")
+
+
+def _to_host(values: list[float | torch.Tensor]) -> list[float]:
+    """All numbers of a step at once: each transfer by itself would wait for the GPU."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            by_device.setdefault(value.device, []).append(value.detach().double())
+    numbers = {device: iter(torch.stack(tensors).tolist()) for device, tensors in by_device.items()}
+    return [next(numbers[value.device]) if isinstance(value, torch.Tensor) else float(value) for value in values]
+
+
+def _by_name(keys: Iterable[tuple[str, Any]], numbers: Iterator[float]) -> dict[str, float]:
+    """The next numbers, one for each (name, device), summed over devices."""
+    sums: dict[str, float] = {}
+    for name, _ in keys:
+        sums[name] = sums.get(name, 0.0) + next(numbers)
+    return sums
+
+
+def keep_lines(path: Path, last_step: int) -> None:
+    """Drops the lines of a JSONL file that a resumed run will write again, and a line cut off by a kill; says both.
+
+    Args:
+        path: the file; it may be absent.
+        last_step: lines of later steps go.
+    """
+    if not path.exists():
+        return
+    kept, again = [], 0
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            keep = json.loads(line)["step"] <= last_step
+            again += not keep
+        except (ValueError, KeyError, TypeError, RecursionError):  # a kill cut it off, or it is not ours
+            keep = False
+            if line:
+                print(f"warning: {path}: a line that is not one of a step is dropped: {line[:80]!r}")
+        if keep:
+            kept.append(line + "\n")
+    if again:
+        print(f"{path}: removed {again} lines of steps that are taken again")
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    storage.sync(temporary)
+    os.replace(temporary, path)
+
+
+def _has_evaluation(path: Path, step: int) -> bool:
+    """Whether metrics.jsonl holds the results of an evaluation after this step."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return any(line["step"] == step and any(name.startswith("eval_") for name in line) for line in lines)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: None says that there was nothing to average."""
+    return None if isinstance(value, float) and value - value != 0.0 else value

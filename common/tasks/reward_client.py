@@ -1,0 +1,235 @@
+"""Rewards from a service behind HTTP, such as grpo/poster/reward_server.py: batches, retries, and no invented scores.
+
+Asked:    POST /compute_reward_batch {"items": [{"id", "solution_str", "ground_truth", "extra_info"}, ...]}
+Answered: {"results": [{"id", "ok": true, "score", ...}, {"id", "ok": false, "error": {"code", "message", "retryable"}},
+          ...], "fingerprint": "..."}, one result per item, in order; numbers beside the score are reported as metrics
+Before:   GET /health answers 200 when the service is ready; GET /info holds its "fingerprint": whatever changes scores
+          changes it, and a run does not go on with another one.
+A score that the policy earned, 0 included, is a score. An item that the service could not score is NaN: it is left out.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+from common.base.checks import require
+from common.base.distributed import OutageError, print_main
+from common.base.service import PAUSES, Service
+
+BATCH_ITEMS = 32  # items of a request, at most
+BATCH_BYTES = 2**22  # and bytes: half of what the service takes
+ITEM_TRIES = 3  # for an item that the service calls retryable
+LEAST_SCORED = 0.75  # of a group: with fewer, its baseline would be of those that were easy to score
+MOST_LOST = 0.2  # of the items of a step: above, the service is as good as away
+FLAT_STEPS = 5  # calls in a row with equal scores, or with next to nothing that parses, before a warning
+LEAST_PARSED = 0.1  # share of completions
+MEND = "Mend the service, then run the same command: what was sampled is scored first"
+NOT_METRICS = ("id", "ok", "score", "ms", "service")  # the last is the name of the score among the metrics
+
+
+class RewardService:
+    """A service that scores completions, for scripts with a `reward_url`.
+
+    Attributes:
+        fingerprint: of how it scores.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = 120.0,
+        patience_s: float = 900.0,
+        workers: int = 4,
+        token: str | None = None,
+        fingerprint: str | None = None,
+    ):
+        """Waits until the service is ready.
+
+        Args:
+            url: such as "http://127.0.0.1:8899".
+            timeout_s: seconds for the answer of one request.
+            patience_s: seconds that the service may stay away, now and later.
+            workers: requests in flight at a time.
+            token: of the service; by default that of the environment, RL_HAND_REWARD_TOKEN.
+            fingerprint: the one that a resumed run began with; None: any.
+
+        Raises:
+            OutageError: the service did not become ready.
+            ValueError: it has no fingerprint, or another.
+        """
+        token = os.environ.get("RL_HAND_REWARD_TOKEN", "") if token is None else token
+        self.service = Service(url, token=token, timeout_s=timeout_s, patience_s=patience_s, workers=workers,
+                               content_type="application/json")  # fmt: skip
+        self.service.wait_until_ready(patience_s)
+        found = _read(self.service.get("/info"), url).get("fingerprint")
+        known = isinstance(found, str) and found != ""
+        require(known, f"fingerprint of {url}: {found!r}", "must be text", "/info says what scores depend on")
+        self.fingerprint = found if fingerprint is None else fingerprint
+        self._require_same(found)
+        self.service.on_recovery = self._check_same
+        self._flat, self._malformed = 0, 0
+
+    def scores(
+        self, completions: Sequence[str], answers: Sequence[str | None], columns: dict[str, list], group_size: int
+    ) -> dict[str, tuple[list[float], float]]:
+        """Scores of completions, as `extra` of `rewards.score`.
+
+        Args:
+            completions: B texts, those of a prompt side by side.
+            answers: B ground truths: sent as the item's `ground_truth`.
+            columns: B values each; `extra_info` is sent if it is there, else all of them.
+            group_size: completions per prompt; of a group with fewer than 75 % scored, all become NaN.
+
+        Returns:
+            "service": scores with weight 1; other numbers of the results by name, with weight 0. NaN: not scored.
+
+        Raises:
+            OutageError: the service stayed away longer than the patience, failed, refused, answered what it must not,
+                scores in another way than before, or left more than a fifth unscored: the run can save and go on later.
+            ValueError: a column cannot be sent.
+        """
+        items = [_item(row, *given, columns) for row, given in enumerate(zip(completions, answers, strict=True))]
+        try:
+            results, failed = self._results(items)
+        except OutageError:
+            raise
+        except (RuntimeError, ValueError) as error:  # it is there, and of no use
+            raise OutageError(f"{error}. {MEND}") from error
+        if failed:
+            such = str(next(iter(failed.values())))
+            said = f"{len(failed)} of {len(items)} completions were not scored, such as: {such:.500}"
+            if len(failed) > MOST_LOST * len(items):
+                raise OutageError(f"{self.service.url}: {said}. {MEND}")
+            print_main(f"warning: {said}; they are left out")
+        values = [math.nan if result is None else float(result["score"]) for result in results]
+        for start in range(0, len(values), group_size):
+            group = values[start : start + group_size]
+            if sum(not math.isnan(x) for x in group) < LEAST_SCORED * len(group):
+                values[start : start + group_size] = [math.nan] * len(group)
+        named = {"service": (values, 1.0)}
+        for name in dict.fromkeys(name for result in results if result for name in result):
+            numbers = [_number(result, name) for result in results]
+            if name not in NOT_METRICS and not all(map(math.isnan, numbers)):
+                named[name] = (numbers, 0.0)
+        self._watch(named)
+        return named
+
+    def _results(self, items: list[bytes]) -> tuple[list[dict[str, Any] | None], dict[int, Any]]:
+        """The result of each item, None where there is none after all tries; and the last error of those."""
+        results: list[dict[str, Any] | None] = [None] * len(items)
+        failed: dict[int, Any] = {}
+
+        def ask(rows: list[int]) -> None:
+            for row, result in zip(rows, self._ask([items[row] for row in rows]), strict=True):
+                if result["ok"]:
+                    results[row] = result
+                    failed.pop(row, None)
+                else:
+                    failed[row] = result["error"]
+
+        todo, pause = list(range(len(items))), PAUSES[0]
+        for tried in range(ITEM_TRIES):
+            if tried:
+                time.sleep(pause)
+                pause = min(2 * pause, PAUSES[1])
+            self.service.each(ask, _parts([len(item) for item in items], todo))
+            todo = sorted(row for row, error in failed.items() if error.get("retryable"))
+            if not todo:
+                break
+        return results, failed
+
+    def _ask(self, items: list[bytes]) -> list[dict[str, Any]]:
+        """The results of one request, checked."""
+        url = self.service.url
+        answer = _read(self.service.post("/compute_reward_batch", b'{"items":[' + b",".join(items) + b"]}"), url)
+        self._require_same(answer.get("fingerprint"))
+        results = answer.get("results")
+        if not isinstance(results, list) or len(results) != len(items):
+            got = f"{len(results)} results" if isinstance(results, list) else f"{results!r:.80}"
+            raise RuntimeError(f"{url}: {got} for {len(items)} items: must be one each, in order")
+        for item, result in zip(items, results, strict=True):
+            wanted = json.loads(item)["id"]
+            if not isinstance(result, dict) or result.get("id") != wanted:
+                raise RuntimeError(f"{url}: {result!r:.200}: must be the result with the id {wanted!r}")
+            if result.get("ok") is True:
+                score = result.get("score")
+                if not _is_number(score) or not 0 <= score <= 1:
+                    raise RuntimeError(f"{url}: a score of {score!r}: must be a number from 0 to 1")
+            elif result.get("ok") is not False or not isinstance(result.get("error"), dict) or "score" in result:
+                raise RuntimeError(f"{url}: {result!r:.200}: must be ok with a score, or an error without one")
+        return results
+
+    def _check_same(self) -> None:
+        self._require_same(_read(self.service.once("GET", "/info"), self.service.url).get("fingerprint"))
+
+    def _require_same(self, found: Any) -> None:
+        require(
+            found == self.fingerprint,
+            f"the fingerprint of {self.service.url} is {found!r}",
+            f"must be that of the run, {self.fingerprint!r}: rewards of two services cannot be compared",
+            "start the service as before, or go on with --allow_reward_change",
+        )
+
+    def _watch(self, named: dict[str, tuple[list[float], float]]) -> None:
+        """Points out, once, what has nothing to teach for some time."""
+        known = [x for x in named["service"][0] if not math.isnan(x)]
+        self._flat = self._flat + 1 if len(known) > 1 and max(known) - min(known) < 1e-6 else 0
+        if self._flat == FLAT_STEPS:
+            print_main(f"warning: {FLAT_STEPS} times in a row all scores were {known[0]:g}: nothing is learned of them")
+        parsed = [x for x in named.get("parse_ok", ([], 0.0))[0] if not math.isnan(x)]
+        self._malformed = self._malformed + 1 if parsed and sum(parsed) < LEAST_PARSED * len(parsed) else 0
+        if self._malformed == FLAT_STEPS:
+            text = "fewer than 10 % of completions parsed: begin with a supervised start, or raise max_new_tokens"
+            print_main(f"warning: {FLAT_STEPS} times in a row {text}")
+
+
+def _item(row: int, completion: str, answer: str | None, columns: dict[str, list]) -> bytes:
+    """One item of a request as JSON."""
+    extra = columns["extra_info"][row] if "extra_info" in columns else {k: v[row] for k, v in columns.items()}
+    item = {"id": str(row), "solution_str": completion, "ground_truth": answer, "extra_info": extra or {}}
+    try:
+        return json.dumps(item, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"row {row}: its columns cannot be sent as JSON ({error}); put what the service needs into extra_info"
+        ) from error
+
+
+def _parts(sizes: list[int], rows: list[int]) -> list[list[int]]:
+    """Rows cut into requests."""
+    parts: list[list[int]] = []
+    total = BATCH_BYTES
+    for row in rows:
+        total += sizes[row]
+        if total > BATCH_BYTES or len(parts[-1]) == BATCH_ITEMS:
+            parts.append([])
+            total = sizes[row]
+        parts[-1].append(row)
+    return parts
+
+
+def _read(body: bytes, url: str) -> dict[str, Any]:
+    try:
+        answer = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RuntimeError(f"{url} answered {body[:80]!r}, which is no JSON ({error})") from error
+    if not isinstance(answer, dict):
+        raise RuntimeError(f"{url} answered {body[:80]!r}: must be a JSON object")
+    return answer
+
+
+def _is_number(value: Any) -> bool:
+    # compared, not converted: an integer of JSON may be larger than any float
+    return isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _number(result: dict[str, Any] | None, name: str) -> float:
+    """A number or truth value of a result; NaN for anything else."""
+    value = None if result is None else result.get(name)
+    return float(value) if isinstance(value, bool) or _is_number(value) else math.nan

@@ -1,0 +1,236 @@
+"""Reward functions, and the checks on every value that comes back.
+
+A reward function is `f(completions: list[str], answers: list[str], **columns: list) -> list[float]`, one value per
+completion. `columns` are the other columns of the data, and `completion_tokens`: sampled tokens per row, end token
+included. NaN means "this row cannot be scored": it is dropped from the loss and counted. Any other failure raises.
+"""
+
+import copy
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+
+from common.tasks.answers import (
+    answers_match,
+    any_answer_matches,
+    extract_answer,
+    last_boxed,
+    last_number,
+    numbers_match,
+)
+
+__all__ = [
+    "Scored",
+    "answers_match",
+    "exact_match",
+    "extract_answer",
+    "format_reward",
+    "last_boxed",
+    "last_number",
+    "length_reward",
+    "math_match",
+    "numeric_match",
+    "overlong_penalty",
+    "score",
+]
+
+_FP32_MAX = torch.finfo(torch.float32).max
+
+
+def math_match(completions: list[str], answers: list[str], **columns: list) -> list[float]:
+    """1 if the answer of a completion matches the gold answer, else 0; NaN for a gold answer that cannot be graded.
+
+    Args:
+        completions: B texts.
+        answers: B gold answers; read where the column `accepted` holds None or is missing.
+        columns: `accepted`, if it is there, holds B lists of right answers, texts or numbers: matching one is enough.
+
+    Raises:
+        ValueError: `accepted` of a row is no list, is empty, or holds anything but texts and finite numbers.
+    """
+    accepted_B = columns.get("accepted", [None] * len(answers))
+    values = []
+    for row, (completion, answer, accepted) in enumerate(zip(completions, answers, accepted_B, strict=True)):
+        if accepted is None:
+            values.append(answers_match(completion, answer))
+            continue
+        try:
+            values.append(any_answer_matches(completion, accepted))
+        except ValueError as error:
+            raise ValueError(f"row {row}, whose answer is {answer!r:.80}: {error}") from error
+    return values
+
+
+def numeric_match(completions: list[str], answers: list[str], **columns: list) -> list[float]:
+    """1 if both answers are the same exact number, else 0; NaN for a gold answer that is not a number."""
+    return [numbers_match(completion, answer) for completion, answer in zip(completions, answers, strict=True)]
+
+
+def exact_match(completions: list[str], answers: list[str], **columns: list) -> list[float]:
+    """1 if the whole completion is the gold answer, apart from white space at both ends, else 0."""
+    return [float(text.strip() == answer.strip()) for text, answer in zip(completions, answers, strict=True)]
+
+
+def format_reward(completions: list[str], answers: list[str], **columns: list) -> list[float]:
+    """1 for <think>...</think> <answer>...</answer>, each tag once and nothing but white space around them, else 0.
+
+    A prompt that already opens <think> takes this reward away from every completion.
+    """
+    pattern = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
+    tags = ("<think>", "</think>", "<answer>", "</answer>")
+    return [float(all(text.count(tag) == 1 for tag in tags) and bool(pattern.fullmatch(text))) for text in completions]
+
+
+def length_reward(target: int, width: int | None = None, tokenizer: Any = None) -> Callable[..., list[float]]:
+    """Make a reward function that is 1 at `target` tokens and falls in a straight line to 0, `width` tokens away.
+
+    Args:
+        target: best length in tokens, end token included.
+        width: distance from `target`, in tokens to either side, at which the reward reaches 0; default `target`.
+        tokenizer: counts the tokens if the column `completion_tokens` is missing.
+
+    Raises:
+        ValueError: target or width below 1 or not finite; when called, neither the column nor a tokenizer.
+    """
+    width = target if width is None else width
+    if not 1 <= target < math.inf or not 1 <= width < math.inf:
+        raise ValueError(f"target = {target}, width = {width}: both are numbers of tokens, at least 1")
+
+    def length_reward(
+        completions: list[str], answers: list[str], completion_tokens: list[int] | None = None, **columns: list
+    ) -> list[float]:
+        if completion_tokens is None and tokenizer is None:
+            raise ValueError("no column completion_tokens: lengths are tokens, so pass the column or a tokenizer")
+        if completion_tokens is None:
+            completion_tokens = [len(tokenizer.encode(text, add_special_tokens=False)) for text in completions]
+        return [max(0.0, 1.0 - abs(length - target) / width) for length in completion_tokens]
+
+    return length_reward
+
+
+def overlong_penalty(lengths: torch.Tensor, max_new_tokens: int, cache: int) -> torch.Tensor:
+    """Soft penalty of long completions: 0 up to max_new_tokens - cache, then in a straight line to -1 at the limit.
+
+    Args:
+        lengths: [B] int64, tokens sampled, end token included.
+        max_new_tokens: the limit.
+        cache: tokens over which the penalty grows.
+
+    Returns:
+        [B] fp32, from -1 to 0.
+
+    Source: arXiv 2503.14476, Eq. 13, with L_max = max_new_tokens and L_cache = cache.
+    """
+    return ((max_new_tokens - cache - lengths).float() / cache).clamp(-1.0, 0.0)
+
+
+# Scoring a batch
+
+
+@dataclass
+class Scored:
+    """What is known of completions once they are scored.
+
+    Attributes:
+        completions: B texts.
+        rewards: [B] fp32 on the CPU, NaN = unscored.
+        by_function: [B] fp32 of each reward function and reward model by name, unweighted.
+    """
+
+    completions: list[str]
+    rewards: torch.Tensor
+    by_function: dict[str, torch.Tensor]
+
+    def put(self, rows: Sequence[int], other: "Scored") -> None:
+        """Replaces some rows by those of another, in place.
+
+        Args:
+            rows: b row numbers.
+            other: of b completions, scored by the same functions.
+        """
+        for row, completion in zip(rows, other.completions, strict=True):
+            self.completions[row] = completion
+        self.rewards[rows] = other.rewards
+        for name, values in other.by_function.items():
+            self.by_function[name][rows] = values
+
+
+def score(
+    functions: Sequence[tuple[Callable[..., Any], float]],
+    completions: list[str],
+    answers: list[str],
+    columns: Mapping[str, list],
+    extra: Mapping[str, tuple[Any, float]] | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Call every reward function, check what it returns and add up the weighted values.
+
+    Args:
+        functions: pairs (reward function, weight); weight 0 only reports.
+        completions: B texts.
+        answers: B gold answers.
+        columns: other columns by name, B values each.
+        extra: scores of reward models by name, as pairs (B values, weight).
+
+    Returns:
+        Weighted sum, fp32 [B], and the values by `__name__`, fp32 [B] each; on CPU, NaN = unscored.
+
+    Raises:
+        ValueError: wrong number of values; a value, or the sum, that is no finite fp32 number; a name used twice;
+            nothing to score with.
+        RuntimeError: a reward function raised or exited; the error is its cause.
+    """
+    rewards = [(getattr(function, "__name__", repr(function)), function, weight) for function, weight in functions]
+    rewards += [(name, values, weight) for name, (values, weight) in (extra or {}).items()]
+    names = [name for name, _, _ in rewards]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"rewards {names}: at least one, each with its own name; set function.__name__")
+    for name, column in {"answers": answers, **columns}.items():
+        if len(column) != len(completions):
+            raise ValueError(
+                f"column {name} has {len(column)} values for {len(completions)} completions: pass one each"
+            )
+
+    total_B, scores = torch.zeros(len(completions)), {}
+    for name, reward, weight in rewards:
+        if not math.isfinite(weight):
+            raise ValueError(f"reward {name} has weight {weight}: must be finite; 0 only reports it")
+        values = _call(reward, name, completions, answers, columns) if callable(reward) else reward
+        scores[name] = _checked(name, values, completions)
+        total_B += weight * scores[name] if weight else 0.0
+        if total_B.isinf().any():
+            row = int(total_B.isinf().nonzero()[0])
+            raise ValueError(f"reward {name} times weight {weight} exceeds fp32 in the sum of row {row}: scale it down")
+    return total_B, scores
+
+
+def _call(
+    function: Callable[..., Any], name: str, completions: list[str], answers: list[str], columns: Mapping[str, list]
+) -> Any:
+    # Copies: the lists are logged and given to the next function, their values come back in the next epoch.
+    own = {key: [copy.deepcopy(x) if isinstance(x, (list, dict)) else x for x in xs] for key, xs in columns.items()}
+    try:
+        return function(list(completions), list(answers), **own)
+    except (Exception, SystemExit) as error:  # SystemExit: it would end the run as if all were well
+        rows = f"rows 0 to {len(completions) - 1}"
+        raise RuntimeError(f"reward {name} raised {type(error).__name__} on {rows}: {error}") from error
+
+
+def _checked(name: str, values: Any, completions: list[str]) -> torch.Tensor:
+    """Values of one reward as fp32 [B] on CPU, or a ValueError that names the reward and the row."""
+    values = values.tolist() if hasattr(values, "tolist") else values  # a tensor or an array
+    if not isinstance(values, (list, tuple)) or len(values) != len(completions):
+        got = f"{len(values)} values" if isinstance(values, (list, tuple)) else f"one {type(values).__name__}"
+        raise ValueError(
+            f"reward {name} returned {got}, expected {len(completions)}: return a list, one per completion"
+        )
+    values = [value.item() if getattr(value, "ndim", None) == 0 else value for value in values]
+    for row, value in enumerate(values):
+        if not isinstance(value, Real) or abs(value) > _FP32_MAX:
+            excerpt = f"row {row}, {completions[row][:80]!r}"
+            raise ValueError(f"reward {name} is {value!r} in {excerpt}: must be a finite number, or NaN for unscored")
+    return torch.tensor([float(value) for value in values], dtype=torch.float32)

@@ -1,0 +1,342 @@
+"""Clusters of similar responses to one prompt, and how they enter rewards or advantages.
+
+Dims: P prompts, G completions per prompt, n completions of one prompt, D embedding width.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.cluster.hierarchy import fcluster, linkage
+from scipy.spatial.distance import squareform
+
+from common.base.distributed import print_main
+from common.maths.advantages import group_advantages
+
+NUM_CALIBRATION = 5  # batches that set an automatic threshold
+QUANTILE = 0.7  # of a batch's cosines: about a third of the pairs are alike at an automatic threshold
+TOLERANCE = 5e-7  # of a cosine; embeddings are fp32, so equal directions differ by 1e-7
+
+
+# Clusters of the responses to one prompt. Rows go in an order of their own before anything is computed, since rounding
+# in a matrix product and the choice between equal distances depend on the place of a row.
+
+
+def cosines(embeddings: torch.Tensor) -> torch.Tensor:
+    """Cosine of every pair of responses to one prompt.
+
+    Args:
+        embeddings: [n, D] or [P, G, D], any float dtype, of any length.
+
+    Returns:
+        [n, n] or [P, G, G] fp32 on the CPU. A zero vector has 0 with all others and 1 with itself.
+
+    Raises:
+        FloatingPointError: an embedding is not finite.
+    """
+    if embeddings.dim() == 3:
+        parts = [cosines(group) for group in embeddings]
+        return torch.stack(parts) if parts else torch.zeros(0, embeddings.shape[1], embeddings.shape[1])
+    distinct, places, zero = _distinct(embeddings)
+    found = distinct[places][:, places]
+    found[zero] = found[:, zero] = 0.0
+    np.fill_diagonal(found, 1.0)
+    return torch.from_numpy(found).float()
+
+
+def cluster(embeddings: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Complete linkage: two clusters become one while every pair across them has a cosine of at least the threshold.
+
+    Args:
+        embeddings: [n, D]. A zero vector is a cluster of its own.
+        threshold: cosine; above 1 each response is a cluster of its own, from -1 down all but the zero vectors are one.
+
+    Returns:
+        [n] int64, numbers from 0 in the order of first appearance.
+
+    Raises:
+        ValueError: the threshold is NaN.
+        FloatingPointError: an embedding is not finite.
+    """
+    if math.isnan(threshold):
+        raise ValueError(f"threshold = {threshold}: must be a cosine, such as 0.9")
+    distinct, places, zero = _distinct(embeddings)
+    groups = np.arange(len(places))
+    if threshold <= 1 and len(places):
+        found = np.ones(1)
+        if len(distinct) > 1:
+            tree = linkage(squareform(1.0 - distinct, checks=False), "complete")
+            found = fcluster(tree, 1.0 - threshold + TOLERANCE, "distance")
+        # a zero vector, at distance 1 from all, joins no clusters that would not have been joined without it
+        groups = np.where(zero, -1 - groups, found[places])
+    return _numbered(groups)
+
+
+def cluster_by_silhouette(embeddings: torch.Tensor, max_clusters: int = 7, min_silhouette: float = 0.1) -> torch.Tensor:
+    """Average linkage over 1 - cosine, cut into the number of clusters that has the best mean silhouette.
+
+    Args:
+        embeddings: [n, D]. Zero vectors are alike, and at distance 1 from all others.
+        max_clusters: largest number tried; of equally good numbers the smaller one is taken.
+        min_silhouette: below this mean silhouette, -1 to 1, all responses are one cluster; so they are for n < 3.
+
+    Returns:
+        [n] int64, numbers from 0 in the order of first appearance.
+
+    Raises:
+        FloatingPointError: an embedding is not finite.
+    """
+    from sklearn.metrics import silhouette_score  # takes a second to import
+
+    distinct, places, _ = _distinct(embeddings)
+    order = np.argsort(places, kind="stable")
+    distances = 1.0 - distinct[places[order]][:, places[order]]
+    distances[distances < TOLERANCE] = 0.0  # the silhouettes of rounding errors can be excellent
+    groups, best = np.zeros(len(places), dtype=np.int64), -math.inf
+    if len(places) < 3 or not distances.any():
+        return _numbered(groups)
+    tree = linkage(squareform(distances, checks=False), "average")
+    for k in range(2, min(max_clusters, len(places) - 1) + 1):
+        found = fcluster(tree, k, "maxclust")
+        if found.max() < k:  # it does not cut between equal distances: this is a smaller k again
+            continue
+        silhouette = silhouette_score(distances, found, metric="precomputed")
+        if silhouette >= min_silhouette and silhouette > best + 1e-9:
+            groups[order], best = found, silhouette
+    return _numbered(groups)
+
+
+def cluster_groups(embeddings: torch.Tensor, rewards: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Clusters of the positive responses to each prompt, see `cluster`.
+
+    Args:
+        embeddings: [P, G, D].
+        rewards: [P, G]; NaN marks a completion that was not scored.
+        threshold: cosine.
+
+    Returns:
+        [P, G] int64, numbered from 0 in each row; -1 where the reward is not above 0.
+    """
+    labels = torch.full(rewards.shape, -1)
+    for row, group, positive in zip(labels, embeddings, rewards.cpu() > 0, strict=True):
+        row[positive] = cluster(group[positive], threshold)
+    return labels
+
+
+def cluster_stats(labels: torch.Tensor, cosines: torch.Tensor) -> dict[str, float]:
+    """What is logged about the clusters of a batch.
+
+    Args:
+        labels: [P, G]; -1 for rows that are in no cluster.
+        cosines: [P, G, G], see `cosines`.
+
+    Returns:
+        Means over prompts: `clusters` (number), `singletons` (share of the labelled rows that are alone in their
+        cluster), `effective_clusters` (exp of the entropy, in nats, of the clusters' shares), the last two over prompts
+        with labelled rows; `cosine` (mean over the pairs of a group). NaN where there is nothing to average.
+    """
+    sizes, labelled = _sizes(labels, labels >= 0).double(), labels >= 0
+    count = labelled.sum(-1)
+    some = count > 0
+    # each row adds 1 / size to the number of clusters, and log(count / size) / count to the entropy
+    clusters = torch.where(labelled, 1.0 / sizes, 0.0).sum(-1).round()
+    alone = (labelled & (sizes == 1)).sum(-1)[some] / count[some]
+    entropy = torch.where(labelled, (count[:, None] / sizes).log(), 0.0).sum(-1)[some] / count[some]
+    values = {"clusters": clusters, "singletons": alone, "effective_clusters": entropy.exp(), "cosine": _pairs(cosines)}
+    return {name: value.double().mean().item() for name, value in values.items()}
+
+
+class Threshold:
+    """The cosine from which two responses count as alike: a number, or set by the first batches.
+
+    Args:
+        tau: the number, also as text, or "auto": the mean, over the batches so far, of the 0.7 quantile of the cosines
+            within groups; after 5 batches it stays.
+        quantiles: state of an automatic threshold, as saved with a checkpoint; `self.quantiles` afterwards.
+
+    Raises:
+        ValueError: another tau.
+    """
+
+    def __init__(self, tau: float | str, quantiles: Iterable[float] = ()) -> None:
+        try:
+            self.tau = tau if tau == "auto" else float(tau)
+        except ValueError:
+            self.tau = math.nan
+        if self.tau != "auto" and not math.isfinite(self.tau):
+            raise ValueError(f"similarity_threshold = {tau!r}: must be a cosine, such as 0.9, or 'auto'")
+        self.quantiles = list(quantiles)
+        self._silent: set[str] = set()
+
+    def __call__(self, cosines: torch.Tensor) -> float:
+        """The threshold for this batch.
+
+        Args:
+            cosines: [P, G, G] of the whole batch: with several ranks, of all of them, or each has its own threshold.
+                Without pairs, in groups of 1, an automatic threshold stays what it was, at first 1.
+        """
+        if self.tau != "auto":
+            return float(self.tau)
+        pairs = _pairs(cosines).flatten().double().numpy()
+        if len(self.quantiles) < NUM_CALIBRATION and len(pairs):
+            self.quantiles.append(float(np.quantile(pairs, QUANTILE)))  # torch's takes 2^24 numbers at most
+        return sum(self.quantiles) / len(self.quantiles) if self.quantiles else 1.0
+
+    def warn(self, labels: torch.Tensor, rewards: torch.Tensor) -> None:
+        """Says, once each, that the threshold makes no difference between responses.
+
+        Args:
+            labels: [P, G].
+            rewards: [P, G]; groups with fewer than two positive ones do not count.
+        """
+        positive = rewards > 0
+        positives = positive.sum(-1)
+        clusters = torch.where(positive, 1.0 / _sizes(labels, positive), 0.0).sum(-1).round()
+        counted = positives >= 2
+        if not counted.any():
+            return
+        if np.median((clusters / positives)[counted].numpy()) == 1:
+            self._say("has as many clusters as positive responses: this is plain GRPO; lower similarity_threshold")
+        if np.median(clusters[counted].numpy()) == 1:
+            self._say("has 1 cluster: a per-prompt factor only; raise similarity_threshold")
+
+    def _say(self, what: str) -> None:
+        if what not in self._silent:
+            print_main(f"warning: the median group {what}")
+        self._silent.add(what)
+
+
+# Clusters in rewards and advantages
+
+
+def group_rewards(rewards: torch.Tensor, labels: torch.Tensor, alpha: float) -> torch.Tensor:
+    """Positive rewards, divided by a power of how many responses were right in the same way.
+
+    Args:
+        rewards: [n] or [P, G]; NaN marks a completion that was not scored.
+        labels: same shape; -1 for rows that are in no cluster.
+        alpha: r becomes r x size^-alpha, where size counts the cluster's members with a positive reward; 0 changes
+            nothing.
+
+    Returns:
+        Same shape and dtype; rewards that are not positive are unchanged, NaN included.
+
+    Source: none; arXiv 2509.02534 (DARLING) and arXiv 2601.08763 (UARL) are close.
+    """
+    positive = rewards > 0
+    return torch.where(positive, rewards * _sizes(labels, positive).to(rewards.dtype).pow(-alpha), rewards)
+
+
+def reweight(advantages: torch.Tensor, labels: torch.Tensor, alpha: float) -> torch.Tensor:
+    """Positive advantages, moved from large clusters to small ones; their sum in each row stays.
+
+    Args:
+        advantages: [P, G] fp32.
+        labels: [P, G]; -1 for rows that are in no cluster.
+        alpha: A becomes Z x size^-alpha x A, where size counts the cluster's members with a positive advantage, and Z
+            keeps the sum; 0 changes nothing.
+
+    Returns:
+        [P, G] fp32; advantages that are not positive are unchanged.
+
+    Source: arXiv 2608.03467 (Cue-GRPO), not checked against the paper.
+    """
+    positive = advantages > 0
+    kept = torch.where(positive, advantages, 0.0)
+    weighted = kept * _sizes(labels, positive).to(kept.dtype).pow(-alpha)
+    z = kept.sum(-1, keepdim=True) / weighted.sum(-1, keepdim=True)  # NaN in rows without a positive one: not read
+    return torch.where(positive, z * weighted, advantages)
+
+
+def dra(rewards: torch.Tensor, cosines: torch.Tensor) -> torch.Tensor:
+    """Positive rewards, divided by how much of them the other responses to the prompt repeat.
+
+    Args:
+        rewards: [P, G]; NaN marks a completion that was not scored.
+        cosines: [P, G, G], see `cosines`; negative ones count as 0.
+
+    Returns:
+        [P, G]: r_i / (1 + sum of the cosines with the others). Rewards that are not positive are unchanged: divided, a
+        negative one would be better for being repeated.
+
+    Source: arXiv 2505.09655 (DRA-GRPO). Its code adds up the cosines over the batch of a device, not over the group.
+    """
+    others = cosines.clamp(min=0) * (1 - torch.eye(cosines.shape[-1]))
+    return torch.where(rewards > 0, rewards / (1 + others.sum(-1)), rewards)
+
+
+def within(rewards: torch.Tensor, labels: torch.Tensor, kappa: float, singletons: str) -> torch.Tensor:
+    """Advantages inside the cluster of a response, shrunk towards those of its whole group.
+
+    Args:
+        rewards: [P, G]; NaN marks a completion that was not scored.
+        labels: [P, G]; -1 for rows that are in no cluster: their advantage is that of the group.
+        kappa: the inside has weight m / (m + kappa) with m scored members; 0 is the inside alone, inf plain GRPO.
+        singletons: the inside of a cluster with one scored member: "zero", or "group" (plain GRPO).
+
+    Returns:
+        [P, G] fp32; 0 for unscored completions.
+
+    Raises:
+        ValueError: another value of `singletons`, or kappa below 0.
+
+    Source: none. Inside and group are `common.maths.advantages.group_advantages`.
+    """
+    if singletons not in ("zero", "group") or not kappa >= 0:
+        raise ValueError(f"kappa = {kappa}, singletons = {singletons!r}: must be at least 0, and one of zero, group")
+    plain = group_advantages(rewards, "group")
+    scored = rewards.isfinite()
+    sizes = _sizes(labels, scored).to(plain.dtype)
+    inside = plain.clone()
+    for label in labels[labels >= 0].unique():
+        member = scored & (labels == label)
+        inside = torch.where(member, group_advantages(torch.where(member, rewards, torch.nan), "group"), inside)
+    if singletons == "group":
+        inside = torch.where(sizes == 1, plain, inside)
+    return torch.lerp(plain, inside, sizes / (sizes + kappa))
+
+
+# Helpers
+
+
+def _sizes(labels: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """Number of counted rows in the cluster of each row, at least 1; a row in no cluster is alone."""
+    if labels.shape != counted.shape:
+        raise ValueError(f"labels of shape {list(labels.shape)} for {list(counted.shape)} responses: one label each")
+    same = (labels[..., :, None] == labels[..., None, :]) & (labels >= 0)[..., None, :]
+    return (same & counted[..., None, :]).sum(-1).clamp(min=1)
+
+
+def _pairs(cosines: torch.Tensor) -> torch.Tensor:
+    """[P, G, G] to [P, G (G - 1) / 2]: each pair of a group once."""
+    i, j = torch.triu_indices(cosines.shape[-1], cosines.shape[-1], 1)
+    return cosines[:, i, j]
+
+
+def _distinct(embeddings: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cosines of the m distinct rows, fp64 [m, m], in an order that is the same however the rows came.
+
+    Also returned: the place of each row among them, int64 [n], and which rows are zero vectors, bool [n].
+    """
+    rows = embeddings.detach().cpu().double().numpy() + 0.0  # makes 0 of -0: equal rows must have equal bytes
+    if not np.isfinite(rows).all():
+        bad = int(np.flatnonzero(~np.isfinite(rows).all(-1))[0])
+        raise FloatingPointError(f"embedding of row {bad} is not finite: check the embedding model")
+    keys = [row.tobytes() for row in rows]
+    place_of = {key: place for place, key in enumerate(sorted(set(keys)))}
+    places = np.array([place_of[key] for key in keys], dtype=np.int64)
+    distinct = np.zeros((len(place_of), rows.shape[-1]))
+    distinct[places] = rows
+    lengths = np.linalg.norm(distinct, axis=-1, keepdims=True)
+    distinct /= np.where(lengths > 0, lengths, 1.0)
+    found = (distinct @ distinct.T).clip(-1.0, 1.0)
+    np.fill_diagonal(found, 1.0)
+    return found, places, lengths[places, 0] == 0
+
+
+def _numbered(groups: Iterable[Any]) -> torch.Tensor:
+    """[n] int64: numbers from 0 in the order in which the groups appear."""
+    numbers: dict[Any, int] = {}
+    return torch.tensor([numbers.setdefault(group, len(numbers)) for group in groups], dtype=torch.int64)

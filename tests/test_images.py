@@ -415,7 +415,7 @@ def test_the_head_without_some_tokens(train_entropy, softcap, head_trained):
     hidden = torch.randn(7, 8, requires_grad=True)
     weight, bias = torch.randn(20, 8, requires_grad=head_trained), torch.randn(20, requires_grad=head_trained)
     suppressed, ids = torch.tensor([3, 4, 19]), torch.tensor([0, 1, 2, 5, 6, 18, 2])
-    found = head._Head.apply(hidden, weight, bias, ids, 0.7, softcap, False, train_entropy, suppressed)
+    found = head.logps_from_weight(hidden, weight, bias, ids, 0.7, softcap, False, train_entropy, suppressed)
     logits = hidden @ weight.T + bias
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     kept = [i for i in range(20) if i not in suppressed.tolist()]

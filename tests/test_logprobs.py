@@ -218,7 +218,7 @@ def compare_heads(inputs, temperature=1.0, softcap=None, compile=False, scale=1.
     """Values and gradients against double precision; the loss weighs log-probabilities and entropies by `factors`."""
     hidden, weight, bias, ids, grad = inputs
     (N, H), V = hidden.shape, len(weight)
-    found = head._Head.apply(*inputs[:4], temperature, softcap, compile, factors[1] != 0)
+    found = head.logps_from_weight(*inputs[:4], temperature, softcap, compile, factors[1] != 0)
     assert found[0].dtype == found[1].dtype == torch.float32 and found[1].requires_grad == (factors[1] != 0)
     h, W = hidden.detach().double(), weight.detach().double()
     b = torch.zeros(V, dtype=torch.float64, device=W.device) if bias is None else bias.detach().double()
@@ -242,9 +242,9 @@ def compare_heads(inputs, temperature=1.0, softcap=None, compile=False, scale=1.
         assert one.dtype == leaf.dtype
         dtype, sizes = torch.finfo(leaf.dtype), (h.abs(), W.abs())
         bound = error * parts[name](P, *sizes) + (rounding(N + V) + 2 * dtype.eps) * parts[name](G.abs(), *sizes)
-        # what fp16 can hold, of the result and of gradients of logits, which are scaled to head.LARGEST
+        # what fp16 can hold, of the result and of gradients of logits, which are scaled to head.LARGEST_GRADIENT
         smallest = dtype.smallest_normal * dtype.eps / scale
-        unit = 4 * max(map(abs, factors)) * grad.abs().max().item() / temperature / head.LARGEST if N else 0.0
+        unit = 4 * max(map(abs, factors)) * grad.abs().max().item() / temperature / head.LARGEST_GRADIENT if N else 0.0
         bound = bound + dtype.smallest_normal * dtype.eps * unit * parts[name](torch.ones_like(G), *sizes)
         assert ((one.double() / scale - parts[name](G, h, W)).abs() <= bound + smallest).all(), name
 
@@ -257,7 +257,7 @@ def compare_heads(inputs, temperature=1.0, softcap=None, compile=False, scale=1.
 ])  # fmt: skip
 def test_temperature_divides_the_logits(logits, temperature, logp, entropy):
     inputs = torch.ones(1, 1), torch.tensor(logits)[:, None], None, torch.tensor([0])
-    found = head._Head.apply(*inputs, temperature, None, False)
+    found = head.logps_from_weight(*inputs, temperature, None, False)
     assert [x.item() for x in found] == pytest.approx([logp, entropy], abs=1e-6, rel=1e-6)
 
 
@@ -280,7 +280,7 @@ def test_head_is_its_definition(monkeypatch, frozen, factors, temperature, softc
 
 def test_the_entropy_of_tokens_without_probability_has_a_finite_gradient():
     hidden, weight, _, ids, _ = head_inputs(3)
-    _, entropy = head._Head.apply(hidden * 1e4, weight, None, ids, 1.0, None, False, True)
+    _, entropy = head.logps_from_weight(hidden * 1e4, weight, None, ids, 1.0, None, False, True)
     (found,) = torch.autograd.grad(entropy.sum(), hidden)
     assert found.isfinite().all()
 
@@ -290,7 +290,7 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits_and_a_frozen_head_computes_t
     monkeypatch.setattr(head, "CHUNK_TOKENS", 10)  # more than the hidden size: the weight is smaller
     inputs = head_inputs(95, V=300, frozen=frozen)
     with Live() as live:
-        logps, _ = head._Head.apply(*inputs[:4], 0.7, None, False)
+        logps, _ = head.logps_from_weight(*inputs[:4], 0.7, None, False)
         if frozen:
             monkeypatch.setattr(head, "project", None)
         logps.sum().backward()
@@ -626,5 +626,5 @@ def test_memory_of_a_large_head(cuda, compile, gib):
         hidden.grad = weight.grad = None
         before = torch.cuda.memory_allocated(cuda)
         torch.cuda.reset_peak_memory_stats(cuda)
-        head._Head.apply(hidden, weight, None, ids, 1.0, None, compile)[0].backward(grad)
+        head.logps_from_weight(hidden, weight, None, ids, 1.0, None, compile)[0].backward(grad)
     assert torch.cuda.max_memory_allocated(cuda) - before < gib * 2**30  # all logits would take 2.3 in fp32

@@ -1,8 +1,12 @@
-"""The output head: logits, and log-probabilities of tokens without ever holding all logits.
+"""The output head: logits, and log-probabilities of tokens without materialising all logits.
+
+Logits are computed in chunks of CHUNK_TOKENS tokens. Two autograd functions differ in when the gradient is computed:
+`_RecomputedHead` computes the logits again in backward; `_FrozenHead` finishes with them in forward.
 
 Dims: b rows, H hidden size, V vocabulary, N tokens, n of them in one chunk.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 
@@ -11,19 +15,19 @@ from torch import nn
 from torch.nn import functional as F
 
 CHUNK_TOKENS = 1024  # tokens projected to the vocabulary at once: 0.6 GiB of fp32 logits at V = 151,936
-NEVER = -1e9  # logit of a suppressed token: probability 0, at any temperature, and its square is still finite
-LARGEST = 2.0**14  # gradients of logits are scaled to this size: fp16 holds 6e-8 to 65,504
+SUPPRESSED_LOGIT = -1e9  # probability 0 at any temperature, and its square is still finite
+LARGEST_GRADIENT = 2.0**14  # gradients of logits are scaled to this maximum: fp16 holds 6e-8 to 65,504
 
 
 def vocabulary_logits(model: nn.Module, hidden: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-    """Next-token logits in fp32, whatever the dtype of the model; without gradient in half precision on a GPU.
+    """Next-token logits in fp32, whatever the dtype of the model; not differentiable in half precision on a GPU.
 
     Rounding the logits to bf16 alone would move a sequence's ratio by more than GSPO's clip range.
 
     Args:
         model: a transformers causal language model.
         hidden: [b, H], last hidden states.
-        weight: from `wide_weight`, if it was called before.
+        weight: the result of `wide_weight`, to cast the weight once for many calls.
 
     Returns:
         [b, V] fp32.
@@ -33,7 +37,7 @@ def vocabulary_logits(model: nn.Module, hidden: torch.Tensor, weight: torch.Tens
 
 
 def wide_weight(model: nn.Module) -> torch.Tensor | None:
-    """The head's weight in fp32, for many calls of `vocabulary_logits`; None where those need no cast, on a GPU.
+    """The head's weight cast to fp32 for `vocabulary_logits`; None in half precision on a GPU, which needs no cast.
 
     Args:
         model: a transformers causal language model.
@@ -51,44 +55,63 @@ def token_logps(
     train_entropy: bool = False,
     suppressed_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy of tokens, in fp32, a chunk of the logits at a time.
+    """Log-probability and entropy of tokens.
 
     Args:
         model: a transformers causal language model.
-        hidden: [N, H], last hidden states before the tokens.
+        hidden: [N, H], the hidden states that predict the tokens.
         ids: [N] int64.
         temperature: divides the logits.
-        compile: compile what is not a matrix product.
-        train_entropy: let gradients through the entropy too.
-        suppressed_ids: int64, tokens of no probability, none of them among `ids`.
+        compile: compile everything but the matrix products.
+        train_entropy: make the entropy differentiable.
+        suppressed_ids: int64, tokens with probability 0; `ids` must hold none of them.
 
     Returns:
         [N] and [N] fp32, nats.
     """
     output = model.get_output_embeddings()
-    options = temperature, softcap_of(model), compile, train_entropy, suppressed_ids
-    return _Head.apply(hidden, output.weight, output.bias, ids, *options)
+    return logps_from_weight(
+        hidden, output.weight, output.bias, ids, temperature, softcap_of(model), compile, train_entropy, suppressed_ids
+    )
+
+
+def logps_from_weight(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    ids_N: torch.Tensor,
+    temperature: float,
+    softcap: float | None,
+    compile: bool,
+    train_entropy: bool = False,
+    suppressed_ids: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`token_logps` for the weight and bias of a head."""
+    steps = _ChunkSteps(temperature, softcap, compile, train_entropy, suppressed_ids)
+    head_is_frozen = not (weight_VH.requires_grad or (bias_V is not None and bias_V.requires_grad))
+    use_frozen = head_is_frozen and hidden_NH.requires_grad and not train_entropy
+    return (_FrozenHead if use_frozen else _RecomputedHead).apply(hidden_NH, weight_VH, bias_V, ids_N, steps)
 
 
 def softcap_of(model: nn.Module) -> float | None:
-    """The bound that a model's tanh puts on its logits, if it has one."""
+    """The tanh soft cap on a model's logits, if it has one."""
     return getattr(model.config, "final_logit_softcapping", None)
 
 
 def on_tensor_cores(x: torch.Tensor) -> bool:
-    """Whether products of half precision numbers can be exact, summed and returned in fp32, without fp32 copies."""
+    """Whether the GPU multiplies this half precision tensor with fp32 accumulation and output, without fp32 copies."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """[i, j] by [j, k], in fp32."""
+    """Matrix product with fp32 output."""
     if on_tensor_cores(a) and a.dtype == b.dtype:
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a.float(), b.float())
 
 
 def add_mm(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Adds [i, j] by [j, k] to `total`, in fp32: partial sums rounded to bf16 would bias the gradient."""
+    """Adds a @ b to `total` in fp32: partial sums rounded to bf16 would bias the gradient."""
     if on_tensor_cores(a) and a.dtype == b.dtype:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
@@ -96,37 +119,22 @@ def add_mm(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def operand(weight: torch.Tensor) -> torch.Tensor:
-    """The weight as `mm` takes it: where it has to be cast, that is done once and not for every chunk."""
+    """The weight in the dtype that `mm` multiplies in, so that it is cast once and not for every chunk."""
     return weight if on_tensor_cores(weight) else weight.float()
 
 
 def project(
     hidden_nH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, softcap: float | None
 ) -> torch.Tensor:
-    """Logits of n states in fp32.
-
-    Args:
-        hidden_nH: [n, H].
-        weight_VH: [V, H], from `operand`.
-        bias_V: [V] or None.
-        softcap: as `softcap_of` gives it.
-
-    Returns:
-        [n, V] fp32.
-    """
+    """Logits [n, V] in fp32; `weight_VH` comes from `operand`."""
     logits_nV = mm(hidden_nH, weight_VH.t())
     if bias_V is not None:
         logits_nV += bias_V
     return logits_nV if softcap is None else logits_nV.div_(softcap).tanh_().mul_(softcap)
 
 
-def _suppress(logits_nV: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
-    """The same logits, with those of some tokens so low that they are never drawn."""
-    return logits_nV if ids is None else logits_nV.index_fill_(-1, ids, NEVER)
-
-
-# The next two functions are compiled where that pays: then they read the logits once or twice and write no matrix but
-# their result. In-place operations change tensors of their own only; they save memory where nothing is compiled.
+# `_stats` and `_logit_gradient` are compiled on a GPU: then each reads the logits once or twice and writes
+# no matrix but its result. Uncompiled, their in-place operations save memory; they change no argument.
 
 
 def _stats(logits_nV: torch.Tensor, ids_n: torch.Tensor, temperature: float) -> tuple[torch.Tensor, ...]:
@@ -144,12 +152,13 @@ def _stats(logits_nV: torch.Tensor, ids_n: torch.Tensor, temperature: float) -> 
 
 
 def _logit_gradient(
-    logits_nV, ids_n, lse_n, factor_n, temperature, softcap, dtype, entropy_n=None, entropy_factor_n=None
+    logits_nV, temperature, softcap, dtype, ids_n, lse_n, factor_n, entropy_n=None, entropy_factor_n=None
 ) -> torch.Tensor:
     """Gradient with respect to the logits before the soft cap, [n, V].
 
-    `factor` is the incoming gradient of logp, divided by the temperature, `entropy_factor` that of the entropy H: with
-    respect to a scaled logit the one changes by 1 - p (or -p), the other by -p (log p + H).
+    `factor_n` is the incoming gradient of the log-probability divided by the temperature, `entropy_factor_n` that of
+    the entropy H. With respect to a scaled logit, the log-probability has the derivative 1 - p for the token itself
+    and -p for any other; the entropy has -p (log p + H).
     """
     probs_nV = (logits_nV / temperature).sub_(lse_n[:, None]).exp_()
     change_nV = None
@@ -171,80 +180,119 @@ def kernel(function: Callable, compile: bool) -> Callable:
     return torch.compile(function, dynamic=True) if compile else function
 
 
-class _Head(torch.autograd.Function):
-    """Log-probability and entropy of N tokens from hidden states, a chunk of the logits at a time.
+@dataclasses.dataclass(frozen=True)
+class _ChunkSteps:
+    """What both autograd functions compute for one chunk, and the options for it."""
 
-    The backward pass computes the logits again. With a frozen head (LoRA) it need not: the gradient of a token's
-    log-probability then has the incoming gradient as a factor only, and the rest of it is made in the forward pass,
-    unless the entropy is trained as well.
+    temperature: float
+    softcap: float | None
+    compile: bool
+    train_entropy: bool
+    suppressed_ids: torch.Tensor | None
+
+    def logits(self, hidden_nH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
+        logits_nV = project(hidden_nH, weight_VH, bias_V, self.softcap)
+        ids = self.suppressed_ids
+        return logits_nV if ids is None else logits_nV.index_fill_(-1, ids, SUPPRESSED_LOGIT)
+
+    def stats(self, logits_nV: torch.Tensor, ids_n: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return kernel(_stats, self.compile)(logits_nV, ids_n, self.temperature)
+
+    def logit_gradient(self, logits_nV: torch.Tensor, dtype: torch.dtype, *per_token: torch.Tensor) -> torch.Tensor:
+        return kernel(_logit_gradient, self.compile)(logits_nV, self.temperature, self.softcap, dtype, *per_token)
+
+
+class _RecomputedHead(torch.autograd.Function):
+    """Log-probability and entropy; backward computes the logits again.
+
+    Used when the head or the entropy is trained, and where no gradients are needed.
     """
 
     @staticmethod
-    def forward(
-        ctx, hidden_NH, weight_VH, bias_V, ids_N, temperature, softcap, compile, train_entropy=False, suppressed=None
-    ):
-        head_trained = weight_VH.requires_grad or (bias_V is not None and bias_V.requires_grad)
-        ctx.frozen = hidden_NH.requires_grad and not head_trained and not train_entropy
-        ctx.options = temperature, softcap, compile, suppressed
+    def forward(ctx, hidden_NH, weight_VH, bias_V, ids_N, steps):
         operand_VH = operand(weight_VH)
-        stats, jacobian = [], []
-        for hidden_nH, ids_n in chunks(hidden_NH, ids_N):
-            logits_nV = _suppress(project(hidden_nH, operand_VH, bias_V, softcap), suppressed)
-            stats.append(kernel(_stats, compile)(logits_nV, ids_n, temperature))
-            if ctx.frozen:
-                args = ids_n, stats[-1][2], torch.full_like(stats[-1][2], LARGEST), temperature, softcap
-                grad_nV = kernel(_logit_gradient, compile)(logits_nV, *args, operand_VH.dtype)
-                jacobian.append(mm(grad_nV, operand_VH).div_(LARGEST * temperature).to(hidden_NH.dtype))
-                del grad_nV
-            del logits_nV  # or it would stand beside the next one
+        stats = [
+            steps.stats(steps.logits(hidden_nH, operand_VH, bias_V), ids_n)
+            for hidden_nH, ids_n in chunks(hidden_NH, ids_N)
+        ]
         logps_N, entropy_N, lse_N = (torch.cat(parts) for parts in zip(*stats, strict=True))
-        if ctx.frozen:
-            ctx.save_for_backward(torch.cat(jacobian))
-        else:
-            ctx.save_for_backward(hidden_NH, weight_VH, bias_V, ids_N, lse_N, *[entropy_N][:train_entropy])
-        if not train_entropy:
+        ctx.steps = steps
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, ids_N, lse_N, entropy_N if steps.train_entropy else None)
+        if not steps.train_entropy:
             ctx.mark_non_differentiable(entropy_N)
         return logps_N, entropy_N
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_N, entropy_grad_N):
-        if ctx.frozen:
-            (jacobian_NH,) = ctx.saved_tensors
-            return (jacobian_NH * grad_N[:, None]).to(jacobian_NH.dtype), *[None] * 8
-        hidden_NH, weight_VH, bias_V, ids_N, lse_N, *entropy = ctx.saved_tensors
-        temperature, softcap, compile, suppressed = ctx.options
-        # the largest becomes LARGEST, whatever the loss is scaled by: fp16 neither overflows nor loses the small ones
-        factor_N = grad_N / temperature
+        hidden_NH, weight_VH, bias_V, ids_N, lse_N, entropy_N = ctx.saved_tensors
+        steps = ctx.steps
+        factor_N = grad_N / steps.temperature
         largest_N = factor_N.abs()
-        if entropy:  # with the factor of its gradient; p (log p + H) stays below 4 in any vocabulary
-            entropy.append(entropy_grad_N / temperature)
-            largest_N = torch.maximum(largest_N, 4 * entropy[1].abs())
-        unit = F.pad(largest_N, (0, 1), value=1e-30).amax() / LARGEST
-        factor_N, entropy[1:] = factor_N / unit, [x / unit for x in entropy[1:]]
+        if steps.train_entropy:
+            entropy_factor_N = entropy_grad_N / steps.temperature
+            largest_N = torch.maximum(largest_N, 4 * entropy_factor_N.abs())  # p (log p + H) < 4 in any vocabulary
+        # scales the maximum to LARGEST_GRADIENT, whatever the scale of the loss: fp16 neither overflows nor underflows
+        unit = F.pad(largest_N, (0, 1), value=1e-30).amax() / LARGEST_GRADIENT
+        per_token = [ids_N, lse_N, factor_N / unit]
+        if steps.train_entropy:
+            per_token += [entropy_N, entropy_factor_N / unit]
+
         operand_VH = operand(weight_VH)
-        train_weight = ctx.needs_input_grad[1]
-        grad_hidden, grad_VH = [], torch.zeros_like(weight_VH, dtype=torch.float32) if train_weight else None
-        grad_V = torch.zeros(len(weight_VH), device=weight_VH.device)
-        for hidden_nH, ids_n, lse_n, factor_n, *entropy_n in chunks(hidden_NH, ids_N, lse_N, factor_N, *entropy):
-            logits_nV = _suppress(project(hidden_nH, operand_VH, bias_V, softcap), suppressed)
-            args = ids_n, lse_n, factor_n, temperature, softcap, operand_VH.dtype, *entropy_n
-            grad_nV = kernel(_logit_gradient, compile)(logits_nV, *args)
-            del logits_nV
+        train_weight, train_bias = ctx.needs_input_grad[1:3]
+        grad_hidden = []
+        grad_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if train_weight else None
+        grad_V = torch.zeros_like(bias_V, dtype=torch.float32) if train_bias else None
+        for hidden_nH, *per_token_n in chunks(hidden_NH, *per_token):
+            logits_nV = steps.logits(hidden_nH, operand_VH, bias_V)
+            grad_nV = steps.logit_gradient(logits_nV, operand_VH.dtype, *per_token_n)
+            del logits_nV  # frees a chunk of logits before the products
             grad_hidden.append(mm(grad_nV, operand_VH).mul_(unit).to(hidden_NH.dtype))
             if train_weight:
                 add_mm(grad_VH, grad_nV.t(), hidden_nH)
-            if bias_V is not None:
+            if train_bias:
                 grad_V += grad_nV.sum(0, dtype=torch.float32)
-            del grad_nV
+            del grad_nV  # frees it before the next chunk
         grad_weight = grad_VH.mul_(unit).to(weight_VH.dtype) if train_weight else None
-        grad_bias = None if bias_V is None else (grad_V * unit).to(bias_V.dtype)
-        return torch.cat(grad_hidden), grad_weight, grad_bias, *[None] * 6
+        grad_bias = (grad_V * unit).to(bias_V.dtype) if train_bias else None
+        return torch.cat(grad_hidden), grad_weight, grad_bias, None, None
+
+
+class _FrozenHead(torch.autograd.Function):
+    """Log-probability and entropy where only the hidden states need gradients (LoRA); logits are computed once.
+
+    The gradient of a token's log-probability with respect to its hidden state depends on backward only by a factor, so
+    forward computes the rest: [N, H] are kept, and no logits.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_NH, weight_VH, bias_V, ids_N, steps):
+        operand_VH = operand(weight_VH)
+        stats, jacobian = [], []
+        for hidden_nH, ids_n in chunks(hidden_NH, ids_N):
+            logits_nV = steps.logits(hidden_nH, operand_VH, bias_V)
+            stats.append(steps.stats(logits_nV, ids_n))
+            lse_n = stats[-1][2]
+            factor_n = torch.full_like(lse_n, LARGEST_GRADIENT)
+            grad_nV = steps.logit_gradient(logits_nV, operand_VH.dtype, ids_n, lse_n, factor_n)
+            jacobian_nH = mm(grad_nV, operand_VH).div_(LARGEST_GRADIENT * steps.temperature)
+            jacobian.append(jacobian_nH.to(hidden_NH.dtype))
+            del logits_nV, grad_nV  # frees both before the next chunk
+        logps_N, entropy_N, _ = (torch.cat(parts) for parts in zip(*stats, strict=True))
+        ctx.save_for_backward(torch.cat(jacobian))
+        ctx.mark_non_differentiable(entropy_N)
+        return logps_N, entropy_N
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_N, entropy_grad_N):
+        (jacobian_NH,) = ctx.saved_tensors
+        return (jacobian_NH * grad_N[:, None]).to(jacobian_NH.dtype), None, None, None, None
 
 
 def chunks(*tensors_N: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Cuts along tokens into parts of equal size, at most CHUNK_TOKENS; no token gives one empty part."""
+    """Splits along tokens into parts of equal size, at most CHUNK_TOKENS; no tokens give one empty part."""
     count = -(-len(tensors_N[0]) // CHUNK_TOKENS) or 1
     for parts in zip(*(tensor_N.chunk(count) for tensor_N in tensors_N), strict=True):
-        # copies: of a view torch.compile looks at the whole too, and would compile again when there are several parts
+        # copies: torch.compile also guards on the base of a view, and would compile again for several parts
         yield tuple(part.clone() for part in parts)

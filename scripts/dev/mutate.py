@@ -68,7 +68,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "logprobs"),
     ("window-of-layers", "swap", "attention.py", "self.window = min(self.window,", "self.window = max(self.window,",
      "attention"),
-    ("head-temperature", "factor", "head.py", "factor_N = grad_N / temperature", "factor_N = grad_N", "logprobs"),
+    ("head-temperature", "factor", "head.py", "factor_N = grad_N / steps.temperature", "factor_N = grad_N", "logprobs"),
     # rollouts
     ("one-end-token", "mask", "engine.py", "(tokens[:, None] == self.end).any(1)", "(tokens == self.end[0])",
      "rollout"),

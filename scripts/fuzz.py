@@ -25,11 +25,11 @@ try:
 except ImportError as error:
     raise SystemExit("scripts/fuzz.py needs the package atheris: pip install atheris") from error
 
-with atheris.instrument_imports(include=["common.tasks.answers", "common.tasks.data", "common.base.service",
+with atheris.instrument_imports(include=["common.tasks", "common.base.service",
                                          "common.distill.teacher_worker", "grpo.poster"]):  # fmt: skip
     from common.base import service
     from common.distill import teacher_worker
-    from common.tasks import answers, data, rewards
+    from common.tasks import answer_numbers, answers, data, rewards
     from grpo.poster import items, layout, reward
     from grpo.poster.fonts import Fonts
 
@@ -56,11 +56,16 @@ def read_data(content: bytes) -> None:
 def read_answers(content: bytes) -> None:
     """A completion: a score of 0 or 1, and 1 only with the digits of the gold answer in it."""
     text = content.decode(errors="surrogateescape")
-    for read in (answers.extract_answer, answers.last_boxed, answers.last_number, answers.normal_answer):
+    for read in (rewards.extract_answer, rewards.last_boxed, rewards.last_number, answers.normal_answer):
         assert read(text) is None or isinstance(read(text), str)
     (score,) = rewards.numeric_match([text], ["7316"])
     assert score in (0.0, 1.0)
-    assert score == 0.0 or all(digit in answers.clean(text) for digit in "7316") or "/" in text or "e" in text.lower()
+    assert (
+        score == 0.0
+        or all(digit in answer_numbers.clean(text) for digit in "7316")
+        or "/" in text
+        or "e" in text.lower()
+    )
     assert rewards.format_reward([text], [""])[0] in (0.0, 1.0)
     assert math.isnan(answers.numbers_match("1", text)) or answers.numbers_match("", text) == 0.0
 

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.tasks import rewards
-from common.tasks.answers import answers_match, last_boxed, last_number, normal_answer, numbers_match, to_fraction
+from common.tasks.answer_numbers import to_fraction
+from common.tasks.answers import normal_answer, numbers_match
+from common.tasks.rewards import answers_match, last_boxed, last_number
 
 pytestmark = pytest.mark.fuzz
 # derandomized: a failure comes from a change, not from the day

@@ -23,9 +23,9 @@ from test_teacher_server import wait_for
 
 from common.base import background
 from common.model import reward_models
+from common.tasks import answer_extraction, answer_numbers, math_verify_process, rewards
 from common.tasks import answers as answers_module
-from common.tasks import rewards
-from common.tasks.answers import to_fraction
+from common.tasks.answer_numbers import to_fraction
 from common.tasks.rewards import answers_match, extract_answer, last_boxed, last_number, score
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,7 +50,7 @@ def run_score(values, size=4):
 
 @pytest.fixture
 def no_math_verify(monkeypatch):
-    monkeypatch.setattr(answers_module, "_math_verify", lambda *question: pytest.fail(f"asked {question}"))
+    monkeypatch.setattr(answers_module, "ask_math_verify", lambda *question: pytest.fail(f"asked {question}"))
 
 
 @pytest.mark.parametrize(("text", "boxed"), [
@@ -187,8 +187,8 @@ def stub_grader(tmp_path, monkeypatch):
     def make(parse):
         (tmp_path / "math_verify.py").write_text(f"{STUB}    {parse}\n")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        graders.append(answers_module._Grader())
-        monkeypatch.setattr(answers_module, "_grader", graders[-1])
+        graders.append(math_verify_process.Grader())
+        monkeypatch.setattr(math_verify_process, "_grader", graders[-1])
         return graders[-1]
 
     yield make
@@ -239,7 +239,7 @@ def test_a_grader_that_cannot_start_stops_the_run(stub_grader):
 
 
 def test_forked_process_starts_its_own_grader(monkeypatch):
-    grader = answers_module._grader
+    grader = math_verify_process._grader
     monkeypatch.setattr(grader, "child", object())
     with grader.lock:
         if (pid := os.fork()) == 0:
@@ -249,7 +249,7 @@ def test_forked_process_starts_its_own_grader(monkeypatch):
 
 def test_missing_math_verify_is_named_and_so_is_a_limit_that_is_no_time(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    monkeypatch.setattr(answers_module, "_grader", answers_module._Grader())
+    monkeypatch.setattr(math_verify_process, "_grader", math_verify_process.Grader())
     with pytest.raises(ImportError, match="pip install math-verify"):
         answers_match(r"\boxed{x}", "x - 1 + 1 + 0")
     assert answers_match("0.5", "1/2") == 1  # numbers do not need it
@@ -276,9 +276,9 @@ import sys
 from unittest import mock
 sys.modules["torch"] = mock.MagicMock()  # takes seconds to import, and the grader does not need it
 open(sys.argv[1], "a").write("started\n")
-from common.tasks import answers
+from common.tasks import answers, math_verify_process
 assert answers.answers_match(r"\boxed{x+1}", "1+x") == 0
-print(answers._grader.child.pid, flush=True)
+print(math_verify_process._grader.child.pid, flush=True)
 answers.answers_match(rf"\boxed{{{sys.argv[1]}+x}}", "x+1", limit=5.0)
 """)
     run = "import runpy, sys; sys.path.pop(0); runpy.run_path('train.py', run_name='__main__')"
@@ -347,13 +347,13 @@ def test_a_hostile_completion_costs_one_limit_and_a_dead_grader_is_no_score(monk
             time.sleep(limit)  # what a computation that is cut off takes
         return found is None
 
-    monkeypatch.setattr(answers_module, "_math_verify", slow)
+    monkeypatch.setattr(answers_module, "ask_math_verify", slow)
     accepted = [f"x + {i}" for i in range(50)]
     assert answers_module.any_answer_matches(r"\boxed{y + 1}", accepted, limit=0.05) == 0
     assert asked == [None] * 50 + ["y + 1"]
     assert answers_module.any_answer_matches(r"\boxed{x + 49}", accepted, limit=0.05) == 1  # the same text
 
-    monkeypatch.setattr(answers_module, "_math_verify", mock.Mock(side_effect=ChildProcessError("killed")))
+    monkeypatch.setattr(answers_module, "ask_math_verify", mock.Mock(side_effect=ChildProcessError("killed")))
     assert math.isnan(answers_module.any_answer_matches("3", accepted))
 
 
@@ -362,7 +362,8 @@ def test_accepted_answers_are_not_read_again_for_every_right_answer(monkeypatch)
     accepted = [[str(number) for number in range(10, 100)]] * len(completions)
     rewards.math_match(completions[:1], ["10"], accepted=accepted[:1])
     texts, clean = [], answers_module.clean
-    monkeypatch.setattr(answers_module, "clean", lambda text: texts.append(text) or clean(text))
+    for module in (answers_module, answer_extraction, answer_numbers):
+        monkeypatch.setattr(module, "clean", lambda text: texts.append(text) or clean(text))
     assert rewards.math_match(completions, ["10"] * len(completions), accepted=accepted) == [1.0] * len(completions)
     assert len(texts) < 10 * len(completions)  # 90 right answers each: read anew, they would be 90 times as many
 

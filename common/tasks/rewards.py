@@ -15,14 +15,9 @@ from typing import Any
 
 import torch
 
-from common.tasks.answers import (
-    answers_match,
-    any_answer_matches,
-    extract_answer,
-    last_boxed,
-    last_number,
-    numbers_match,
-)
+from common.tasks.answer_extraction import extract_answer, last_boxed
+from common.tasks.answer_numbers import last_number
+from common.tasks.answers import answers_match, any_answer_matches, numbers_match
 
 __all__ = [
     "Scored",

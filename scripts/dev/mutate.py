@@ -82,7 +82,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
     # data and rewards
     ("answer-as-float", "dtype", "data.py", "str(int(Decimal(repr(value)))) if", "str(int(value)) if", "data"),
     ("list-without-order", "check", "answers.py", "unmatched[:1] if is_ordered else unmatched", "unmatched", "rewards"),
-    ("percent", "factor", "answers.py", '/ (100 if number.endswith("%") else 1)', "", "rewards"),
+    ("percent", "factor", "answer_numbers.py", '/ (100 if number.endswith("%") else 1)', "", "rewards"),
     ("weight-0-counts", "mask", "rewards.py", "weight * scores[name] if weight else 0.0", "weight * scores[name]",
      "rewards"),
     ("overlong-sign", "sign", "rewards.py", "(max_new_tokens - cache - lengths)", "(lengths - max_new_tokens + cache)",

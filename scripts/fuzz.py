@@ -29,7 +29,7 @@ with atheris.instrument_imports(include=["common.tasks", "common.base.service",
                                          "common.distill.teacher_worker", "grpo.poster"]):  # fmt: skip
     from common.base import service
     from common.distill import teacher_worker
-    from common.tasks import answer_numbers, answers, data, rewards
+    from common.tasks import answer_numbers, answers, data_sources, rewards
     from grpo.poster import items, layout, reward
     from grpo.poster.fonts import Fonts
 
@@ -46,7 +46,7 @@ def read_data(content: bytes) -> None:
     path = FOLDER / "rows.jsonl"
     path.write_bytes(content)
     try:
-        rows = data.read_json_lines(path)
+        rows = data_sources.read_json_lines(path)
     except ValueError as error:
         assert str(path) in str(error)
         return

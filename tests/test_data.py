@@ -123,7 +123,7 @@ def test_another_encoding_is_an_error_with_file_and_byte_and_so_is_a_file_withou
 
 
 def test_a_row_takes_as_much_memory_as_the_top_of_the_file_says(tmp_path, monkeypatch):
-    monkeypatch.setattr("common.tasks.data.ROWS_PER_CALL", 33)  # as few of all rows as in a large file
+    monkeypatch.setattr("common.tasks.prompt_encoding.ROWS_PER_CALL", 33)  # as few of all rows as in a large file
 
     class Words:
         """Thirty tokens of a large vocabulary for every text."""
@@ -306,7 +306,7 @@ def test_chat_messages_that_were_templated_before_are_refused(tmp_path, content,
 
 @pytest.mark.parametrize("special", [{}, {"pad_token": None}])
 def test_prompts_keep_their_order_over_many_tokenizer_calls_with_a_pad_token_or_without(tmp_path, monkeypatch, special):
-    monkeypatch.setattr("common.tasks.data.ROWS_PER_CALL", 3)
+    monkeypatch.setattr("common.tasks.prompt_encoding.ROWS_PER_CALL", 3)
     texts, tokenizer = [f"{i}+{i}=?" for i in range(8)], make_tokenizer(**special)
     rows = [{"prompt": [user(text)] if i % 2 else text, "answer": "1"} for i, text in enumerate(texts)]
     examples = load(tmp_path, rows, tokenizer)
@@ -364,7 +364,7 @@ REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system
     ([user("hi"), assistant(None, tool_calls=[1]), user("hi")], "the chat template refuses", CHAT_TEMPLATE),
 ])  # fmt: skip
 def test_a_prompt_that_cannot_be_encoded_is_an_error_with_the_row(tmp_path, monkeypatch, prompt, message, template):
-    monkeypatch.setattr("common.tasks.data.ROWS_PER_CALL", 2)
+    monkeypatch.setattr("common.tasks.prompt_encoding.ROWS_PER_CALL", 2)
     tokenizer = make_tokenizer(template=template, frame="<bos> $A")
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")  # a space of no width
     with pytest.raises(ValueError, match=f"row 2: {message}"):

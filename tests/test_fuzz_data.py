@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from test_data import CHAT_TEMPLATE, make_tokenizer
 
 from common.tasks import rewards
-from common.tasks.data import ROLES, collate_columns, load_examples, read_json_lines
+from common.tasks.data import ROLES, collate_columns, load_examples
+from common.tasks.data_sources import read_json_lines
 
 # derandomized: a failure comes from a change, not from the day
 pytestmark = pytest.mark.fuzz

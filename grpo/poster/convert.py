@@ -37,7 +37,7 @@ from PIL import Image, ImageColor
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common/maths/losses.py").is_file())))
 from common.base import checks, config
 from common.base.checks import require
-from common.tasks import data
+from common.tasks.data_sources import read_json_lines
 from grpo.poster import layout, records, synthetic
 
 CLASSES = {
@@ -150,7 +150,7 @@ def _listed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Posters of JSON lines or of one JSON list, columns turned into elements."""
     with open(path, encoding="utf-8-sig") as file:
         is_list = file.read(1) == "["
-    rows = _json(path) if is_list else data.read_json_lines(path)
+    rows = _json(path) if is_list else read_json_lines(path)
     for index, row in enumerate(rows):
         where = f"{path}, row {index}"
         require(isinstance(row, dict), f"{where}: {row!r:.40}", "must be an object", "write one poster there")

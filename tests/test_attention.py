@@ -32,8 +32,8 @@ def hidden_states(model, **kwargs) -> torch.Tensor:
 def packed(model, sequences) -> torch.Tensor:
     """Hidden states of sequences that stand in one row."""
     ids, positions = [token for ids in sequences for token in ids], [i for ids in sequences for i in range(len(ids))]
-    way = attention.inputs(CPU, Packed.of([len(ids) for ids in sequences], CPU))
-    return hidden_states(model, input_ids=torch.tensor([ids]), position_ids=torch.tensor([positions]), **way)[0]
+    path = attention.inputs(CPU, Packed.of([len(ids) for ids in sequences], CPU))
+    return hidden_states(model, input_ids=torch.tensor([ids]), position_ids=torch.tensor([positions]), **path)[0]
 
 
 def alone(model, sequences) -> torch.Tensor:
@@ -170,7 +170,7 @@ def test_what_a_layer_asks_of_its_attention_is_written_down():
     ):  # fmt: skip
         probe = attention.Probe.of([2], CPU)
         probe.record(None, query, key, value, asked)
-        assert probe.odd == odd and probe.window == FULL and probe.seen == [attention.Layer(None, 2, 8, 3)]
+        assert probe.unsupported == odd and probe.window == FULL and probe.seen == [attention.Layer(None, 2, 8, 3)]
     for window in (None, 9, 5, 7):  # the shortest counts
         probe.record(None, query, key, key, {"sliding_window": window})
     assert probe.window == 5 and len(probe.seen) == 5

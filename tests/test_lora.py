@@ -164,15 +164,15 @@ def test_off_leaves_everything_as_it_was_also_after_an_error(model_folders):
     frozen = next(p for p in model.parameters() if p.requires_grad)
     frozen.requires_grad_(False)  # by somebody, for some reason
     wanted, on, without = [p.requires_grad for p in model.parameters()], logits(model), logits(base)
-    with pytest.raises(ZeroDivisionError), merging.off(model):
-        with merging.off(model):
+    with pytest.raises(ZeroDivisionError), merging.adapters_disabled(model):
+        with merging.adapters_disabled(model):
             assert_rounded(logits(model), without, terms=FORWARD_TERMS)
         assert_rounded(logits(model), without, terms=FORWARD_TERMS)  # the inner one leaves it off
         assert [p.requires_grad for p in model.parameters()] == wanted
         raise ZeroDivisionError
     assert torch.equal(logits(model), on) and (on - without).abs().max() > 0.1
     assert [p.requires_grad for p in model.parameters()] == wanted
-    with merging.off(base):
+    with merging.adapters_disabled(base):
         pass
 
 
@@ -255,12 +255,12 @@ def test_weights_come_back_after_an_error_too(when, monkeypatch):
         monkeypatch.setattr(layers[-1], "merge", fail)  # by then the others have new tensors
     with pytest.raises(ZeroDivisionError), merging.merged(model):
         assert when == "while they are in"
-        with pytest.raises(RuntimeError, match="merged into the weights"), merging.off(model):
+        with pytest.raises(RuntimeError, match="merged into the weights"), merging.adapters_disabled(model):
             pytest.fail("there is no reference meanwhile")
         fail()
     assert len(layers) == 4 and not any(layer.merged for layer in layers)
     assert_unchanged(model, before, active)
-    with merging.off(model):
+    with merging.adapters_disabled(model):
         pass
 
 
@@ -306,7 +306,7 @@ def test_what_is_sampled_is_what_is_trained(model_folders):
     model = trained(load_policy(folder, CPU, "fp32", gradient_checkpointing=True, lora=Options(4, 8.0))[1])
     policy, reference = logprobs.LogProbs(model, 0.7), logprobs.LogProbs(model, 0.7, adapters=False)
     before, batch = contents(model), packed(model)
-    with merging.off(model):
+    with merging.adapters_disabled(model):
         off = packed(model)
     for source, other, sampled in ((policy, reference, batch), (reference, policy, off)):
         logprobs.fill([sampled], "ref_logps", other, CPU)

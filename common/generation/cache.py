@@ -108,7 +108,7 @@ class FlashDecode:
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """See `attention.Way.attend`; m = b, T = 1."""
+        """See `attention.AttentionPath.attend`; m = b, T = 1."""
         b, Hq, _, D = query.shape
         Hkv = key.shape[1]
         module.rl_keys.index_copy_(0, self.write, key[:, :, 0])
@@ -130,7 +130,7 @@ class FlashPrefill(Packed):
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """See `attention.Way.attend`; m = 1, T = N."""
+        """See `attention.AttentionPath.attend`; m = 1, T = N."""
         module.rl_keys.index_copy_(0, self.write, key[0].transpose(0, 1))
         module.rl_values.index_copy_(0, self.write, value[0].transpose(0, 1))
         return super().attend(module, query, key, value, scaling)
@@ -270,7 +270,7 @@ class SdpaDecode:
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """See `attention.Way.attend`; m = b, T = 1."""
+        """See `attention.AttentionPath.attend`; m = b, T = 1."""
         (b, Hq, _, D), Hkv, L = query.shape, key.shape[1], self.mask.shape[-1]
         rows = torch.arange(b, device=query.device)
         module.rl_keys[rows, :, self.position] = key[:, :, 0]
@@ -289,7 +289,7 @@ class SdpaPrefill(Packed):
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """See `attention.Way.attend`; m = 1, T = N."""
+        """See `attention.AttentionPath.attend`; m = 1, T = N."""
         for rows, k, v in zip(self.rows, *(x[0].split(self.lengths, dim=1) for x in (key, value)), strict=True):
             module.rl_keys[rows, :, : k.shape[1]] = k
             module.rl_values[rows, :, : v.shape[1]] = v

@@ -1,8 +1,8 @@
-"""Attention for packed sequences, plugged into transformers models through its attention interface.
+"""Attention for packed sequences, plugged into transformers models through their attention interface.
 
-`install` gives a model this attention for good. Ordinary calls go on to transformers' own SDPA attention and its masks,
-so nothing else notices. A call that passes `rl=...` brings its own way to attend: `Packed` here, for training on
-sequences without padding, and the key-value caches of common/generation/cache.py, for decoding.
+`install` makes it the attention of a model. Ordinary calls still run transformers' own SDPA attention with its masks. A
+call with `rl=...` takes another `AttentionPath`: `Packed`, for training on sequences without padding, or a key-value
+cache of common/generation/cache.py, for decoding.
 
 Dims: N tokens of all sequences together, m sequences, T tokens of one, Hq query and Hkv key-value heads of size D.
 """
@@ -21,13 +21,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 NAME = "rl_hand"
 FULL = 2**31  # tokens; longer than any sequence
-GQA = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__kwdefaults__ else {}  # torch 2.11 needs no asking
+GQA = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__kwdefaults__ else {}  # torch 2.11 does GQA without it
 UNSUPPORTED = {"softcap": "soft-capped attention", "s_aux": "attention sinks", "position_bias": "a position bias"}
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # as configs name them
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names in configs
 
 
-class Way(Protocol):
-    """A way to attend, passed to the model as `rl`."""
+class AttentionPath(Protocol):
+    """An attention implementation for one forward pass, passed to the model as `rl`."""
 
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
@@ -39,7 +39,7 @@ class Way(Protocol):
             query: [m, Hq, T, D].
             key: [m, Hkv, T, D].
             value: [m, Hkv, T, D].
-            scaling: factor of the scores.
+            scaling: multiplies the scores.
 
         Returns:
             [m, T, Hq, D].
@@ -53,10 +53,10 @@ def attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     scaling: float | None = None,
-    rl: Way | None = None,
+    rl: AttentionPath | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function transformers calls; see `Way.attend` for shapes."""
+    """The attention function that transformers calls; see `AttentionPath.attend` for shapes."""
     if rl is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if isinstance(rl, Probe):
@@ -69,29 +69,29 @@ AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def inputs(device: torch.device, way: Way) -> dict[str, Any]:
-    """Keyword arguments for a decoder call that attends in a way of its own.
+def inputs(device: torch.device, path: AttentionPath) -> dict[str, Any]:
+    """Keyword arguments for a decoder call on an attention path.
 
     Args:
         device: of the model.
-        way: how to attend.
+        path: computes the attention.
     """
-    # transformers hands a mask of four dimensions on as it is, and builds a dense one for packed positions otherwise
-    return {"attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device), "use_cache": False, "rl": way}
+    # transformers passes a mask with four dimensions on unchanged; otherwise it builds a dense one for packed positions
+    return {"attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device), "use_cache": False, "rl": path}
 
 
 def on_flash(x: torch.Tensor) -> bool:
-    """Whether torch's own flash kernels take this tensor: [..., D] on a GPU, in half precision."""
+    """Whether torch's flash kernels support this tensor [..., D]."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.shape[-1] <= 256 and x.shape[-1] % 8 == 0
 
 
 @dataclasses.dataclass
 class Packed:
-    """Causal attention inside each of m sequences that stand one behind the other in a single row of N tokens.
+    """Causal attention within each of m sequences that are concatenated in a single row of N tokens.
 
     Attributes:
-        lengths: of the sequences, host side.
-        offsets: [m + 1] int32, where each begins, on the device of the model.
+        lengths: of the sequences, on the host.
+        offsets: [m + 1] int32, the start of each, on the device of the model.
         longest: upper bound of the lengths.
     """
 
@@ -101,20 +101,20 @@ class Packed:
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> "Packed":
-        """Sequences of these lengths.
+        """Packed attention for sequences of these lengths.
 
         Args:
             lengths: tokens of each sequence.
             device: of the model.
         """
         offsets = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
-        # rounded up, since a compiled layer is compiled again when the number changes
+        # rounded up to a power of two, because a new value recompiles a compiled layer
         return cls(lengths, offsets.to(device, non_blocking=True), 1 << (max(lengths) - 1).bit_length())
 
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """See `Way.attend`; m = 1 and T = N."""
+        """See `AttentionPath.attend`; m = 1 and T = N."""
         if on_flash(query):
             q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
             ends = self.offsets, self.offsets, self.longest, self.longest
@@ -125,27 +125,27 @@ class Packed:
 
 
 class Probe(Packed):
-    """Packed attention that also writes down which modules attend, and how."""
+    """Packed attention that records which modules attend, and how."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.seen: list[Layer] = []
-        self.odd: list[str] = []
+        self.unsupported: list[str] = []
         self.window = FULL
 
     def record(self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict):
-        """Called by `attention` before `attend`."""
+        """Records one call; `attention` calls it before `attend`."""
         self.seen.append(Layer(module, key.shape[1], key.shape[-1], query.shape[1] // key.shape[1]))
-        self.odd += [kind for name, kind in UNSUPPORTED.items() if kwargs.get(name) is not None]
+        self.unsupported += [kind for name, kind in UNSUPPORTED.items() if kwargs.get(name) is not None]
         if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
-            self.odd.append("keys and values of different sizes")
+            self.unsupported.append("keys and values of different sizes")
         window = kwargs.get("sliding_window")
         self.window = min(self.window, FULL if window is None else window)
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One attention module: Hkv key-value heads of size D, and query heads for each of them."""
+    """One attention module, with Hkv key-value heads of size D."""
 
     module: nn.Module
     num_heads: int
@@ -155,12 +155,12 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Support:
-    """What a model's attention allows.
+    """What a model's attention supports.
 
     Attributes:
-        reason: why neither packing nor the caches of common/generation/cache.py are possible; "" if they are.
+        reason: why packing and the caches of common/generation/cache.py are impossible; "" if they are possible.
         layers: its attention modules.
-        window: tokens up to which attention is full: sliding windows are full attention on shorter sequences.
+        window: up to this many tokens, sliding windows are full attention too.
     """
 
     reason: str
@@ -170,13 +170,15 @@ class Support:
 
 @torch.no_grad()
 def install(model: nn.Module) -> Support:
-    """Gives a model this attention, and finds out whether every layer is plain causal attention that goes through it.
+    """Makes this the attention of a model, if every layer is plain causal attention that goes through it.
+
+    That is tested, not assumed from the model's name: two short sequences are computed packed and alone.
 
     Args:
         model: a transformers causal language model, wrapped by peft or not.
 
     Returns:
-        What the model supports. Nothing is assumed from its name: two short sequences are computed packed and alone.
+        What the model supports.
     """
     decoder = model.get_decoder()
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
@@ -199,14 +201,14 @@ def install(model: nn.Module) -> Support:
 
 
 def _rope_types(config: Any) -> set[str]:
-    """Kinds of rotary positions; some configs have one per kind of layer."""
+    """Types of rotary positions; some configs have one per type of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     return {kind["rope_type"] for kind in kinds if "rope_type" in kind}
 
 
 def _examine(model: nn.Module, decoder: nn.Module) -> Support:
-    """Computes two short sequences packed, and alone as the model does by itself, and compares."""
+    """Compares the hidden states of two short sequences, computed packed and alone with the model's own attention."""
     first, second = [1, 2, 3, 4], [5, 3, 1]
     ids = torch.tensor([first + second], device=model.device)
     positions = torch.tensor([[*range(len(first)), *range(len(second))]], device=model.device)
@@ -214,12 +216,12 @@ def _examine(model: nn.Module, decoder: nn.Module) -> Support:
     was_training = model.training
     model.eval()
     try:
-        # layers may be compiled already: not for this, since the number of variants that are kept is small
+        # compiled layers run eagerly here, because the compiler keeps few variants of each
         with torch.compiler.set_stance("force_eager"):
             alone = [decoder(input_ids=x, use_cache=False).last_hidden_state[0] for x in ids.split([4, 3], dim=1)]
             decoder.set_attn_implementation(NAME)
             packed = inputs(model.device, probe)
-            together = decoder(input_ids=ids, position_ids=positions, **packed).last_hidden_state[0]
+            joint = decoder(input_ids=ids, position_ids=positions, **packed).last_hidden_state[0]
     finally:
         model.train(was_training)
     modules = {layer.module for layer in probe.seen}
@@ -227,18 +229,18 @@ def _examine(model: nn.Module, decoder: nn.Module) -> Support:
         return Support(f"{len(modules)} of its {decoder.config.num_hidden_layers} layers are plain attention")
     if len({layer.queries_per_key for layer in probe.seen}) > 1:
         return Support("its layers differ in their number of heads")
-    if probe.odd:
-        return Support(f"it has {probe.odd[0]}")
-    apart, size = (x.float().norm(dim=-1) for x in (together - torch.cat(alone), together))  # of each token
-    error = (apart / size).max().item()
-    limit = 0.01 if together.dtype == torch.float32 else 0.1  # 28 layers of 7B round to 0.03; NaN fails
-    if not error <= limit:
+    if probe.unsupported:
+        return Support(f"it has {probe.unsupported[0]}")
+    difference, size = (x.float().norm(dim=-1) for x in (joint - torch.cat(alone), joint))  # of each token
+    error = (difference / size).max().item()
+    limit = 0.01 if joint.dtype == torch.float32 else 0.1  # rounding in the 28 layers of a 7B model gives 0.03
+    if not error <= limit:  # true for NaN
         return Support(f"packed sequences give hidden states that differ by {error:.3g} of their size")
     return Support("", tuple(probe.seen), probe.window)
 
 
 def decoder_layers(model: nn.Module, support: Support) -> list[nn.Module]:
-    """The transformer blocks, each with one attention module: what is worth compiling.
+    """The transformer blocks of a model, each with one attention module.
 
     Args:
         model: a transformers causal language model.

@@ -1,9 +1,8 @@
 """Images in prompts, for policies of the Qwen-VL families: processor, prompt tokens, vision features, positions.
 
-The vision tower runs once per prompt, however many completions a prompt has and however often their log-probabilities
-are computed. What it gave is kept in `Images`, which goes with the batch; a group shares it by number. The decoder is
-called with embeddings in which it stands in place of the image tokens, so its cache, its packed form and its gradients
-are those of any other decoder.
+The vision tower runs once per prompt, however many completions the prompt has and however often their log-probabilities
+are computed. Its features are kept in `Images`, which belongs to the batch; a group shares them by prompt number. The
+decoder gets embeddings in which features replace the image tokens, so caching, packing and gradients work as for text.
 
 Dims: P prompts, B sequences, m of them in one forward pass, Q prompt tokens, T tokens of a row, n image tokens of one
 prompt, N of a forward pass, H hidden size, D levels of features: one for the embeddings and, for Qwen3-VL, one more for
@@ -34,20 +33,20 @@ SPECIALS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|
 def load_processor(name: str | Path, max_pixels: int = 0) -> ProcessorMixin:
     """Loads tokenizer, image processor and chat template of a Qwen-VL model, for images only.
 
-    The stock processors load a video processor too, and that one needs torchvision. Images are always resized by
-    Pillow, so that a machine with torchvision gives the same pixels as one without.
+    The stock processors also load a video processor, which needs torchvision. Images are always resized by Pillow, so
+    that machines with and without torchvision produce the same pixels.
 
     Args:
         name: a folder with config.json or processor files, or a hub id.
-        max_pixels: largest area of an image, in pixels, above which it is made smaller; 0: as the folder says.
+        max_pixels: larger images are scaled down to this area, in pixels; 0: the limit of the model.
 
     Returns:
-        A processor of the family's class, with padding on the left; `save_pretrained` writes a folder that it can be
-        loaded from again.
+        A processor of the family's class, which pads on the left; `save_pretrained` writes a folder that can be loaded
+        again.
 
     Raises:
-        ValueError: it is no model of these families, its tokenizer is another's, or `max_pixels` is below what the
-            folder says is the least.
+        ValueError: the model is of another family, its tokenizer does not match, or `max_pixels` is below the model's
+            minimum.
     """
     name = str(name)
     tokenizer = sources.load_tokenizer(name)
@@ -55,7 +54,7 @@ def load_processor(name: str | Path, max_pixels: int = 0) -> ProcessorMixin:
     base = PROCESSORS[_family(source)]
     if missing := [token for token in SPECIALS if token not in tokenizer.get_vocab()]:
         raise ValueError(f"the tokenizer of {name!r} has no token {', '.join(missing)}: it is not that of the model")
-    image_processor = Qwen2VLImageProcessorPil.from_pretrained(source)  # all these families have this one
+    image_processor = Qwen2VLImageProcessorPil.from_pretrained(source)  # the same in all families
     settings, _ = base.get_processor_dict(source)  # with the chat template, from whichever file it is in
     template = settings.get("chat_template") or tokenizer.chat_template
     if max_pixels:
@@ -67,13 +66,13 @@ def load_processor(name: str | Path, max_pixels: int = 0) -> ProcessorMixin:
 
 
 def image_only(base: type[ProcessorMixin]) -> type[ProcessorMixin]:
-    """A processor class that knows no videos: transformers loads whatever the signature of `__init__` names.
+    """A processor class without videos: transformers loads whatever the signature of `__init__` names.
 
     Args:
         base: one of `PROCESSORS`.
 
     Returns:
-        A class under the same name, which a saved folder then names as its own.
+        A class with the same name, which saved folders refer to.
     """
 
     def __init__(self, image_processor=None, tokenizer=None, chat_template=None, **kwargs: Any):
@@ -86,7 +85,7 @@ def image_only(base: type[ProcessorMixin]) -> type[ProcessorMixin]:
 
 
 def _family(source: str) -> str:
-    """The model type, by config.json; a folder with processor files only names the processor's class."""
+    """The model type in config.json; a folder with processor files only has the processor's class instead."""
     kind = PretrainedConfig.get_config_dict(source)[0].get("model_type")  # no config.json gives no error, but {}
     if kind is None:
         declared = ProcessorMixin.get_processor_dict(source)[0].get("processor_class")
@@ -97,7 +96,7 @@ def _family(source: str) -> str:
 
 
 def is_vlm(source: PretrainedConfig | str) -> bool:
-    """Whether a model is of the families whose images are handled here.
+    """Whether a model belongs to the supported vision-language families.
 
     Args:
         source: a config, or what from_pretrained takes.
@@ -108,12 +107,12 @@ def is_vlm(source: PretrainedConfig | str) -> bool:
 
 
 def vision_ids(model: nn.Module) -> list[int]:
-    """Tokens that stand for images and videos, which a policy must not write: nothing could be put in their place.
+    """Placeholder tokens of images and videos, which a policy must not generate.
 
-    Pass them as `suppressed_ids` to `rollout.Sampler` and `logprobs.LogProbs` both, or ratios are off.
+    Pass them as `suppressed_ids` both to `rollout.Sampler` and to `logprobs.LogProbs`, or ratios are wrong.
 
     Args:
-        model: a policy, wrapped by peft or not; one without images has none.
+        model: a policy, wrapped by peft or not; without images the result is empty.
     """
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     ids = {getattr(model.config, name, None) for name in names} if is_vlm(model.config) else set()
@@ -131,7 +130,7 @@ def tower(model: nn.Module) -> nn.Module:
 
 
 def freeze_vision(model: nn.Module) -> None:
-    """Takes the vision tower out of training; then its features of a prompt hold for the whole run.
+    """Freezes the vision tower; its features of a prompt are then valid for the whole run.
 
     Args:
         model: a policy.
@@ -142,20 +141,20 @@ def freeze_vision(model: nn.Module) -> None:
 def encode(
     processor: ProcessorMixin, messages: list[dict[str, Any]], sizes: Sequence[tuple[int, int]], **template: Any
 ) -> list[int]:
-    """Tokens of a prompt with images, of which only the sizes are needed: too long a prompt is found without a pixel.
+    """Tokens of a prompt with images; needs only the sizes of the images, not their pixels.
 
     Args:
         processor: from `load_processor`.
-        messages: chat messages; an image is a part {"type": "image"} of a content.
-        sizes: (width, height) of the images in order, in pixels, as `PIL.Image.size` gives them.
+        messages: chat messages; an image is a content part {"type": "image"}.
+        sizes: (width, height) of the images in order, in pixels, like `PIL.Image.size`.
         template: more variables of the chat template.
 
     Returns:
-        Token ids up to the header of the assistant's turn, one per visual token.
+        Token ids up to the header of the assistant's turn, with one image token per visual token.
 
     Raises:
-        ValueError: a text holds a token that stands for images, an image is too long for its width, or images and their
-            places differ in number.
+        ValueError: a text holds a placeholder of images, the aspect ratio of an image is too large, or the numbers of
+            images and of their places differ.
     """
     for text in _texts(messages):
         for token in SPECIALS:
@@ -172,14 +171,14 @@ def encode(
     for (width, height), part in zip(sizes, after, strict=True):
         try:
             num_tokens = pixels.get_number_of_image_patches(height, width) // pixels.merge_size**2
-        except ValueError as error:  # too long for its width
+        except ValueError as error:  # its aspect ratio is too large
             raise ValueError(f"an image of {width} x {height} pixels cannot be shown ({error}): crop it") from error
         before += processor.image_token * num_tokens + part
     return processor.tokenizer(before, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def _texts(messages: list[dict[str, Any]]) -> list[str]:
-    """All that users and data wrote, without the places of images."""
+    """The texts of messages, without image parts."""
     contents = [message["content"] for message in messages]
     parts = [part for content in contents if not isinstance(content, str) for part in content]
     return [c for c in contents if isinstance(c, str)] + [part["text"] for part in parts if "text" in part]
@@ -187,19 +186,19 @@ def _texts(messages: list[dict[str, Any]]) -> list[str]:
 
 @dataclasses.dataclass
 class Images:
-    """Vision features of P prompts, and which of them each of B sequences belongs to.
+    """Vision features of P prompts, and the prompt that each of B sequences belongs to.
 
-    `select` and `repeat` share the features: parts of a batch see what `refresh` computes anew, and their backward
-    passes meet where `backward` finds them.
+    `select` and `repeat` share the features: parts of a batch see those that `refresh` computes, and their backward
+    passes accumulate gradients in them, where `backward` reads them.
 
     Attributes:
-        prompts: [B] int64, on the CPU: number of the prompt of each sequence.
-        places: per prompt [4, Q] int64, on the CPU: of each token time, height and width, and whether it is an image's.
+        prompts: [B] int64, on the CPU: prompt number of each sequence.
+        places: per prompt [4, Q] int64, on the CPU: time, height and width of each token, and whether it is an image's.
         ends: [P] int64, on the CPU: the position that follows a prompt.
-        features: per prompt [n, D, H], on the device of the model; with a vision tower that is trained, the leaves at
-            which gradients arrive.
-        pixels: per prompt what the tower takes, on the CPU: patches and their grid; empty if the tower is frozen.
-        outputs: per prompt number [n, D, H], with the graph of the tower: of those that `refresh` computed.
+        features: per prompt [n, D, H], on the device of the model; leaves that receive gradients if the vision tower is
+            trained.
+        pixels: per prompt the inputs of the tower, on the CPU: patches and their grid; empty if the tower is frozen.
+        outputs: by prompt number [n, D, H], with the graph of the tower, from `refresh`.
     """
 
     prompts: torch.Tensor
@@ -218,19 +217,19 @@ class Images:
         prompts: Sequence[list[int]],
         pictures: Sequence[Sequence[Image.Image]],
     ) -> "Images":
-        """Runs the vision tower, once per prompt: features do not depend on what else is in the batch.
+        """Runs the vision tower once per prompt, so that features do not depend on the rest of the batch.
 
         Args:
             model: a policy, wrapped by peft or not.
             processor: from `load_processor`.
-            prompts: token ids of P prompts, as `encode` gives them.
-            pictures: the images of each, in order; a prompt may have none.
+            prompts: token ids of P prompts, from `encode`.
+            pictures: the images of each prompt, in order; a prompt may have none.
 
         Returns:
             One sequence per prompt, without graph, ready for a rollout.
 
         Raises:
-            ValueError: the images of a prompt are not those its tokens were made for.
+            ValueError: images and tokens of a prompt do not match.
         """
         if len(prompts) != len(pictures):
             raise ValueError(f"{len(prompts)} prompts and images of {len(pictures)}: give a list per prompt, if empty")
@@ -257,7 +256,7 @@ class Images:
         return len(self.prompts)
 
     def select(self, rows: torch.Tensor) -> "Images":
-        """Those of some sequences.
+        """The images of some sequences.
 
         Args:
             rows: [b] int64, row numbers, on the CPU.
@@ -265,7 +264,7 @@ class Images:
         return dataclasses.replace(self, prompts=self.prompts[rows])
 
     def repeat(self, group_size: int) -> "Images":
-        """For `group_size` sequences per prompt, side by side.
+        """Repeats each sequence `group_size` times, as neighbours.
 
         Args:
             group_size: completions per prompt.
@@ -273,15 +272,15 @@ class Images:
         return dataclasses.replace(self, prompts=self.prompts.repeat_interleave(group_size))
 
     def like(self, other: "Images") -> "Images":
-        """For the sequences of another, part of a batch of the same prompts.
+        """The same features for the sequences of another.
 
         Args:
-            other: whose numbers of prompts hold here too.
+            other: of the same prompts, with the same numbers.
         """
         return dataclasses.replace(self, prompts=other.prompts)
 
     def put(self, rows: torch.Tensor, other: "Images") -> "Images":
-        """With some rows replaced by those of another; what no sequence uses any more is let go.
+        """Replaces some rows by those of another; prompts that no sequence uses are dropped.
 
         Args:
             rows: [b] int64, row numbers, on the CPU.
@@ -292,10 +291,10 @@ class Images:
         return _compact(dataclasses.replace(both, prompts=both.prompts[: len(self)].index_copy(0, rows, new)))
 
     def check(self, lengths: Sequence[int]) -> None:
-        """Refuses prompts that these images are not of, as far as their lengths tell.
+        """Raises ValueError if the lengths of the prompts differ from those the images were made for.
 
         Args:
-            lengths: tokens of the prompt of each sequence.
+            lengths: prompt tokens of each sequence.
         """
         own = [self.places[p].shape[1] for p in self.prompts.tolist()]
         if list(lengths) != own:
@@ -305,24 +304,23 @@ class Images:
             )
 
     def to(self, device: torch.device) -> "Images":
-        """With the features on another device; gradients still arrive at the leaves.
+        """Copies the features to another device; gradients still reach the leaves.
 
         Args:
-            device: of the model that takes them.
+            device: of the model that reads them.
         """
         if all(x.device == torch.device(device) for x in self.features):
             return self
         return dataclasses.replace(self, features=[x.to(device) for x in self.features])
 
     def refresh(self, model: nn.Module, prompts: torch.Tensor) -> None:
-        """Computes the features of some prompts with the present weights of the tower, and keeps its graph.
+        """Computes the features of some prompts with the current weights of the tower, and keeps the graph.
 
-        To be called at the beginning of an optimizer step on the images of the whole batch; does nothing for a frozen
-        tower.
+        Call it at the start of an optimizer step on the images of the whole batch; a no-op for a frozen tower.
 
         Args:
             model: the policy.
-            prompts: int64, on the CPU: numbers of the prompts of the step; may repeat.
+            prompts: int64, on the CPU: prompt numbers of the step; may repeat.
         """
         if not self.pixels:
             return
@@ -335,9 +333,9 @@ class Images:
                 self.features[number].requires_grad_()
 
     def backward(self) -> None:
-        """Hands the gradients that have arrived at the features since `refresh` on to the tower, one pass per prompt.
+        """Backpropagates the gradients of the features since `refresh` through the tower, one pass per prompt.
 
-        To be called before the optimizer step, on the images that were refreshed. The features stay, without graph.
+        Call it before the optimizer step, on the images that were refreshed. The features stay, without graph.
         """
         for number, output in self.outputs.items():
             gradient = self.features[number].grad
@@ -351,13 +349,13 @@ class Images:
     ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
         """Keyword arguments for a decoder call on prompts, or on prompts and completions.
 
-        An image token that a completion holds is a token like any other.
+        Image tokens in a completion are treated like any other token.
 
         Args:
-            model: the policy, whose decoder is called.
-            ids: [m, T] int64, or any other arrangement of the same tokens, such as [1, M].
-            rows: number of each token's row, of the shape of `ids` or one that broadcasts to it; ascending.
-            place: place of each token in its row, likewise; negative: padding.
+            model: the policy.
+            ids: [m, T] int64, or the same tokens in another shape, such as [1, M].
+            rows: row number of each token, of a shape that broadcasts to that of `ids`; ascending.
+            place: position of each token in its row, likewise; negative: padding.
         """
         device = ids.device
         used = self.prompts.tolist()
@@ -365,13 +363,13 @@ class Images:
         lengths = torch.tensor([self.places[p].shape[1] for p in used], device=device)
         ends = self.ends[self.prompts].to(device)
         rows, place = torch.broadcast_tensors(rows, place)
-        known = place < lengths[rows]  # the prompt; what follows counts on from its end
+        in_prompt = place < lengths[rows]  # positions after the prompt count up from its end
         *where, is_image = table[:, rows, place.clamp(0, table.shape[2] - 1)]
-        position_ids = torch.where(known, torch.stack(where), place - lengths[rows] + ends[rows])
+        position_ids = torch.where(in_prompt, torch.stack(where), place - lengths[rows] + ends[rows])
         given = {"position_ids": position_ids.clamp(min=0)}
         embeddings = model.get_input_embeddings()(ids)
         features_NDH = torch.cat([self.features[p] for p in used]).to(embeddings.dtype)
-        is_image = is_image.bool() & known & (place >= 0)
+        is_image = is_image.bool() & in_prompt & (place >= 0)
         if len(features_NDH):
             embeddings = embeddings.masked_scatter(is_image[..., None], features_NDH[:, 0])
             if features_NDH.shape[1] > 1:
@@ -381,10 +379,10 @@ class Images:
 
 
 def join(parts: Sequence[Images]) -> Images:
-    """The sequences of several under one another.
+    """Concatenates the sequences of several.
 
     Args:
-        parts: one at least.
+        parts: at least one.
     """
     starts = torch.tensor([0] + [len(part.places) for part in parts[:-1]]).cumsum(0).tolist()
     return Images(
@@ -399,8 +397,8 @@ def join(parts: Sequence[Images]) -> Images:
 def positions(ids: Sequence[int], grids: Sequence[Sequence[int]], config: PretrainedConfig) -> tuple[torch.Tensor, int]:
     """Rotary positions of a prompt with images.
 
-    A text token has the same position in all three; an image token has its own time, row and column, counted from the
-    position that follows the text before it; after an image, text goes on behind the largest of them.
+    A text token has the same position on all three axes. An image token has its own time, row and column, counted from
+    the position that follows the text before it. Text after an image continues after the largest of them.
 
     Args:
         ids: the prompt's tokens.
@@ -408,10 +406,10 @@ def positions(ids: Sequence[int], grids: Sequence[Sequence[int]], config: Pretra
         config: of the policy.
 
     Returns:
-        [4, Q] int64: time, height and width, and 1 for image tokens; and the position that follows the prompt.
+        [4, Q] int64: time, height, width, and 1 for image tokens; and the position that follows the prompt.
 
     Raises:
-        ValueError: the images do not fit the prompt's image tokens.
+        ValueError: images and image tokens do not match.
 
     Source: Qwen2-VL, arXiv 2409.12191, section 2.1 (M-RoPE).
     """
@@ -438,7 +436,7 @@ def positions(ids: Sequence[int], grids: Sequence[Sequence[int]], config: Pretra
 
 
 def _features(model: nn.Module, patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
-    """What the tower gives for the images of one prompt, [n, D, H]; with a graph where gradients are on."""
+    """Output of the tower for the images of one prompt, [n, D, H]."""
     visual, config = tower(model), model.config.vision_config
     levels = 1 + len(getattr(config, "deepstack_visual_indexes", None) or ())
     if not len(grids):
@@ -449,7 +447,7 @@ def _features(model: nn.Module, patches: torch.Tensor, grids: torch.Tensor) -> t
 
 
 def _compact(images: Images) -> Images:
-    """Without the prompts that no sequence belongs to."""
+    """Drops the prompts that no sequence belongs to."""
     used, prompts = images.prompts.unique(return_inverse=True)
     kept = used.tolist()
     return Images(

@@ -20,11 +20,11 @@ from common.model import attention, merging
 from common.model.head import token_logps, vocabulary_logits
 from common.model.images import Images, join
 
-FORWARD_FACTOR = 4  # without gradients, this many times the tokens of a micro-batch fit into memory
+FORWARD_FACTOR = 4  # a forward pass without gradients takes this many times the tokens of a micro-batch
 
 
 def _rows(lengths_m: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each of `total` tokens of m sequences: its row, and its place in the row."""
+    """Row of each of `total` tokens of m sequences, and its position in the row."""
     device = lengths_m.device
     row_N = torch.arange(len(lengths_m), device=device).repeat_interleave(lengths_m, output_size=total)
     begin_m = lengths_m.cumsum(0) - lengths_m
@@ -32,7 +32,7 @@ def _rows(lengths_m: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def learned_places(model: nn.Module) -> int | None:
-    """How many tokens a sequence may have, where positions are learned; rotary ones go on, less well: None.
+    """Number of learned positions, which limits the length of a sequence; None for a model with rotary positions.
 
     Args:
         model: a transformers causal language model, wrapped by peft or not.
@@ -45,7 +45,7 @@ class LogProbs(nn.Module):
     """A policy as the losses see it: tokens in, log-probabilities [m, C] out.
 
     Attributes:
-        packed: whether sequences are computed one behind the other in a single row, without padding.
+        packed: whether sequences are concatenated in a single row, without padding.
         compiled: whether transformer blocks and head are compiled.
     """
 
@@ -58,19 +58,19 @@ class LogProbs(nn.Module):
         suppressed_ids: Sequence[int] = (),
         adapters: bool = True,
     ):
-        """Wraps a model, whose attention becomes that of common/model/attention.py if it is of the plain causal kind.
+        """Wraps a model, and installs the attention of common/model/attention.py in it if it is plain causal.
 
         Args:
-            model: a transformers causal language model, with dropout off; wrapped by peft or not.
-            temperature: the sampling temperature; the log-probabilities are those of the distribution sampled from.
-            compile: compile what is worth it, on a GPU.
-            train_entropy: let gradients through the entropy too, for an entropy bonus.
-            suppressed_ids: tokens that are never sampled, as `rollout.Sampler` was told.
-            adapters: False: without those of the model, which then is its own reference. Nothing else may compute with
+            model: a transformers causal language model, without dropout; wrapped by peft or not.
+            temperature: the sampling temperature, so that these are the log-probabilities of the sampled distribution.
+            compile: compile transformer blocks and head, on a GPU.
+            train_entropy: make the entropy differentiable, for an entropy bonus.
+            suppressed_ids: tokens that are never sampled, the same as in `rollout.Sampler`.
+            adapters: False disables the adapters of the model, which is then its own reference. Nothing else may use
                 the model at the same time.
 
         Raises:
-            TypeError: the output head is more than a linear layer, such as one with an adapter.
+            TypeError: the output head is not a plain linear layer, for instance because it has an adapter.
         """
         super().__init__()
         head = model.get_output_embeddings()
@@ -85,16 +85,16 @@ class LogProbs(nn.Module):
         support = attention.install(model)
         self.packed = not support.reason
         self.window, self.places = support.window, learned_places(model)
-        # on a CPU it would take a C++ compiler and a minute, and gain little
+        # on a CPU, compiling takes a C++ compiler and a minute, and gains little
         self.compiled = compile and head.weight.is_cuda
         if self.compiled:
             from torch._dynamo import config
 
-            # with and without gradients, adapters and a cache, for several lengths: more than the 8 that are compiled
+            # variants with and without gradients, adapters and a cache, for several lengths, exceed the default of 8
             config.recompile_limit = max(32, config.recompile_limit)
             for block in attention.decoder_layers(model, support):
-                if block._compiled_call_impl is None:  # else the reference would throw the policy's away
-                    block.compile(dynamic=True)  # all of one kind share what is compiled
+                if block._compiled_call_impl is None:  # or the reference would discard the policy's compiled code
+                    block.compile(dynamic=True)  # blocks of one type share compiled code
 
     def forward(
         self,
@@ -108,20 +108,21 @@ class LogProbs(nn.Module):
 
         Args:
             prompt_ids: [m, Q] int64, padded on the left.
-            prompt_mask: [m, Q] bool; or [m] int64 on the CPU, tokens of each: then the host never waits for the GPU.
+            prompt_mask: [m, Q] bool; or [m] int64 on the CPU, the lengths, which avoids a host sync.
             completion_ids: [m, C] int64, padded on the right.
-            completion_mask: [m, C] bool, the tokens of a completion, the end token included: its first ones, or none;
-                or [m], as above.
-            images: of the m prompts, if the policy is given any.
+            completion_mask: [m, C] bool, the tokens of each completion, end token included; or [m], the lengths, as
+                above. A completion may be empty.
+            images: of the m prompts, if the policy reads images.
 
         Returns:
             Log-probabilities [m, C] and entropies [m, C], fp32, nats, 0 where masked.
         """
         hidden_NH, place = self.states(prompt_ids, prompt_mask, completion_ids, completion_mask, images)
-        device, there = completion_ids.device, self.model.get_output_embeddings().weight.device  # a model may be spread
-        suppressed = None if self.suppressed_ids is None else self.suppressed_ids.to(there)
-        how = self.temperature, self.compiled, self.train_entropy, suppressed
-        values = token_logps(self.model, hidden_NH.to(there), completion_ids[place].to(there), *how)
+        device = completion_ids.device
+        head_device = self.model.get_output_embeddings().weight.device  # another one if the model is spread over GPUs
+        suppressed = None if self.suppressed_ids is None else self.suppressed_ids.to(head_device)
+        options = self.temperature, self.compiled, self.train_entropy, suppressed
+        values = token_logps(self.model, hidden_NH.to(head_device), completion_ids[place].to(head_device), *options)
         zeros_mC = torch.zeros(completion_ids.shape, device=device)
         logps_mC, entropy_mC = (zeros_mC.index_put(place, values_N.to(device)) for values_N in values)
         return logps_mC, entropy_mC
@@ -137,23 +138,23 @@ class LogProbs(nn.Module):
         """The last hidden states that predict the completion tokens.
 
         Args:
-            prompt_ids: as in `forward`, likewise the others.
-            prompt_mask: the same.
-            completion_ids: the same.
-            completion_mask: the same.
-            images: the same.
+            prompt_ids: as in `forward`.
+            prompt_mask: as in `forward`.
+            completion_ids: as in `forward`.
+            completion_mask: as in `forward`.
+            images: as in `forward`.
 
         Returns:
-            [N, H], and the row and column of each of the N tokens, [N] int64 both.
+            [N, H], and the row and column of each of the N tokens, both [N] int64.
 
         Raises:
-            ValueError: the images are of other prompts, or a sequence has more tokens than there are learned positions.
+            ValueError: the images belong to other prompts, or a sequence is longer than the learned positions.
         """
         (m, Q), device = prompt_ids.shape, prompt_ids.device
         prompt_m, completion_m = (x if x.dim() == 1 else x.sum(1) for x in (prompt_mask, completion_mask))
         lengths, completions = torch.stack([prompt_m + completion_m, completion_m]).tolist()
         if self.places is not None and (longest := max(lengths)) > self.places:
-            # an embedding read behind its end would be an IndexError, and on a GPU the end of the process
+            # reading an embedding out of bounds raises IndexError on a CPU, and ends the process on a GPU
             raise ValueError(
                 f"row {lengths.index(longest)} of a batch has {longest} tokens, prompt and completion, but the model "
                 f"has {self.places} positions; lower max_prompt_tokens or max_new_tokens"
@@ -175,8 +176,8 @@ class LogProbs(nn.Module):
             packed = attention.inputs(device, attention.Packed.of(lengths, device))
             hidden = self._hidden(**given, **packed)
         else:
-            # Each row is moved to the left, so that all padding is at its end, where causal attention never sees it: no
-            # mask is needed, the fast kernels apply, and no position is left without anything to attend to.
+            # Each row is shifted to the left, so that all padding is at its end, which causal attention never sees: no
+            # mask is needed, fast kernels apply, and every position has something to attend to.
             place_T = torch.arange(max(lengths), device=device)
             moved_mT = place_T + padding_m[:, None]
             ids_mT = ids_mT.gather(1, moved_mT.clamp(max=T - 1))
@@ -187,14 +188,14 @@ class LogProbs(nn.Module):
                 given = images.inputs(self.model, ids_mT, torch.arange(m, device=device)[:, None], place_T)
             hidden = self._hidden(**given, use_cache=False)
 
-        # the state before a token predicts it; prompt and padding never reach the vocabulary
+        # the state before a token predicts it; prompt and padding are never projected to the vocabulary
         row_N, place_N = _rows(completion_m, sum(completions))
         before_N = begin_m[row_N] + prompt_m[row_N] + place_N - 1
         return hidden.flatten(0, 1).index_select(0, before_N.to(hidden.device)), (row_N, place_N)
 
     def _hidden(self, **given: Any) -> torch.Tensor:
-        """What the last layer of the decoder gives."""
-        with nullcontext() if self.adapters else merging.off(self.model):
+        """Output of the last decoder layer."""
+        with nullcontext() if self.adapters else merging.adapters_disabled(self.model):
             return self.model.get_decoder()(**given).last_hidden_state
 
 
@@ -206,26 +207,26 @@ def fill(
     micro_batch_tokens: int = 0,
     images: Images | None = None,
 ) -> None:
-    """Writes log-probabilities under weights that are not trained here into micro-batches: old ones, the reference's.
+    """Fills in the old or the reference's log-probabilities of micro-batches, without gradients.
 
-    Where memory does not suffice, fewer rows are computed at once, then and later; what is written is the same.
+    If memory runs out, fewer rows are computed at once, now and later; the results are the same.
 
     Args:
-        micros: micro-batches (`batches.RolloutBatch`) cut as the update will see them.
+        micros: micro-batches (`batches.RolloutBatch`), cut as for the update.
         field: "old_logps" or "ref_logps".
-        policy: a `LogProbs`; or one for each `replica` that micro-batches were dealt to.
-        device: where it takes its input; or that of each.
-        micro_batch_tokens: what the micro-batches were cut to: without gradients FORWARD_FACTOR times as many tokens go
-            into one forward pass, which is faster. 0: each alone, as the update computes it, so that without an update
-            between them the ratio is exactly 1; more at once may round differently in half precision.
-        images: of the same prompts as the batch's own, by this model's vision tower, where that is another one: for a
-            reference whose policy trains its tower.
+        policy: a `LogProbs`; or one for each `replica` of the micro-batches.
+        device: of the inputs; or that of each replica.
+        micro_batch_tokens: size of the micro-batches; FORWARD_FACTOR times as many tokens go into one forward pass,
+            which is faster. 0: each micro-batch alone, as in the update, so that before the first update the ratio is
+            exactly 1; larger passes may round differently in half precision.
+        images: of the same prompts, computed by the vision tower of this model; for a reference whose policy trains its
+            tower.
 
     Raises:
         HopelessError: memory does not suffice for a single sequence.
     """
     policies, devices = ([policy], [device]) if isinstance(policy, nn.Module) else (policy, device)
-    sharded = any(isinstance(p, DTensor) for p in policies[0].parameters())  # ranks must compute the same number
+    sharded = any(isinstance(p, DTensor) for p in policies[0].parameters())  # ranks must run equally many passes
     limit = FORWARD_FACTOR * micro_batch_tokens if policies[0].packed and not sharded else 0
     queues: list[list[_Part]] = [[] for _ in policies]
     for micro in micros:
@@ -236,14 +237,14 @@ def fill(
         else:
             queue.append(_Part([micro], policies[number], devices[number], images, not limit, not sharded))
     parts = [queue[k] for k in range(max(map(len, queues))) for queue in queues if k < len(queue)]
-    # What a GPU needs from another is copied before there is work in its queue, and what it found afterwards: a copy
-    # waits for all that either of them was given before.
+    # Inputs are copied before any pass is queued, and results after all of them, because a copy between GPUs waits for
+    # everything that is queued on either.
     given = [part.tokens() for part in parts]
     found = []
     for k, part in enumerate(parts):
         values, given[k] = part.values(given[k]), None
         found += zip(part.micros, values, strict=True)
-        if values[0].dim() > 2:  # hidden states of a teacher take too much memory to wait
+        if values[0].dim() > 2:  # hidden states of a teacher are too large to be held back
             _write(found, field)
             found = []
     _write(found, field)
@@ -262,11 +263,11 @@ class _Part:
     policy: nn.Module
     device: torch.device
     images: Images | None
-    exact: bool  # as the update computes them
-    redo: bool  # in smaller parts if memory runs out
+    exact: bool  # compute as the update does
+    can_split: bool  # retry in smaller parts if memory runs out
 
     def tokens(self) -> list[torch.Tensor | Images]:
-        """The arguments of the policy, on its device; lengths stay on the CPU."""
+        """Arguments for the policy, on its device; lengths stay on the CPU."""
         given = []
         for micro in self.micros:
             tokens = micro.tokens if self.images is None else (*micro.tokens[:4], self.images.like(micro.images))
@@ -274,13 +275,13 @@ class _Part:
         return given[0] if len(given) == 1 else _join(given)
 
     def values(self, tokens: list[torch.Tensor | Images]) -> list[torch.Tensor]:
-        """What the policy says of each micro-batch, [m, C, ...]; in smaller parts if need be."""
+        """Output of the policy for each micro-batch, [m, C, ...]; computed in smaller parts if memory runs out."""
         rows = [len(micro.prompt_ids) for micro in self.micros]
-        if sum(rows) <= getattr(self.policy, "most_rows", math.inf):  # which went well after a failure
+        if sum(rows) <= getattr(self.policy, "most_rows", math.inf):  # set after a failure
             with memory.noticed() as failure:
                 return list(self._forward(tokens).split(rows))
             memory.free()
-            if sum(rows) == 1 or not self.redo:
+            if sum(rows) == 1 or not self.can_split:
                 what = f"a forward pass of {sum(rows)} sequences, {self.micros[0].size} tokens ({failure[0]})"
                 fewer = "" if sum(rows) == 1 else "lower micro_batch_tokens; or "
                 raise memory.HopelessError(what, fewer + memory.REMEDIES)
@@ -299,15 +300,15 @@ class _Part:
         return [torch.cat(found)]
 
     def _forward(self, tokens: list[torch.Tensor | Images]) -> torch.Tensor:
-        # With gradients another graph is compiled, which may round differently: alone, a micro-batch takes the one of
-        # the update. Its activations are freed before the next.
+        # Gradients are on where a micro-batch must be computed by the same compiled graph as in the update: the one
+        # without gradients may round differently. Its activations are freed before the next.
         trained = any(p.requires_grad for p in self.policy.parameters())
-        with torch.set_grad_enabled(trained and self.policy.compiled and self.exact and self.redo):
+        with torch.set_grad_enabled(trained and self.policy.compiled and self.exact and self.can_split):
             return self.policy(*tokens)[0].detach()
 
 
 def _join(batches: list[list[torch.Tensor | Images]]) -> list[torch.Tensor | Images]:
-    """Rows of several batches under one another: prompts padded on the left, completions on the right."""
+    """Concatenates the rows of several batches: prompts padded on the left, completions on the right."""
     joined = []
     for i, tensors in enumerate(zip(*batches, strict=True)):
         if isinstance(tensors[0], Images):
@@ -330,7 +331,7 @@ def check_head(model: nn.Module) -> None:
         model: a transformers causal language model.
 
     Raises:
-        ValueError: the model does more between hidden states and logits than a linear head (scaling, say), so that
+        ValueError: the model does more than a linear head between hidden states and logits, such as scaling, so that
             log-probabilities computed here would be wrong.
     """
     ids = torch.arange(4, device=model.device)[None] + 1
@@ -341,7 +342,7 @@ def check_head(model: nn.Module) -> None:
     ours = vocabulary_logits(model, hidden.to(model.get_output_embeddings().weight.device)).to(own.device)
     model.train(was_training)
     error, size = (own - ours).abs().max().item(), own.abs().max().item()
-    if not error <= 0.02 * size + 1e-4:  # the own logits may be bf16; NaN fails
+    if not error <= 0.02 * size + 1e-4:  # its own logits may be bf16; true for NaN
         raise ValueError(
             f"{type(model).__name__}: its logits differ by {error:.3g} (of {size:.3g}) from a linear head over its "
             "last hidden states, which is what the log-probabilities are computed from; use another model, or teach "

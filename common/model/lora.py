@@ -1,7 +1,7 @@
-"""LoRA: small trained matrices beside frozen weights; without them the same model is the reference.
+"""LoRA: small trained matrices beside frozen weights; with adapters disabled the model is its own reference.
 
 An adapted layer computes W x + (alpha / rank) B A x, with W frozen and B zero at first (Hu et al. 2021, arXiv
-2106.09685, Section 4.1). common/model/merging.py takes adapters out, and adds them to W for rollouts.
+2106.09685, Section 4.1). common/model/merging.py disables adapters, and merges them into W for rollouts.
 
 Dims: r rank, I inputs and O outputs of a layer.
 """
@@ -21,18 +21,18 @@ from common.base.checks import require
 from common.model import images, merging
 
 ALL = "all-linear"
-SEED = 0  # of new adapters: ranks have seeds of their own, and must begin with the same ones
+SEED = 0  # of new adapters: ranks have different seeds, but must start with equal adapters
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What adapters a policy is given.
+    """The adapters of a policy.
 
     Attributes:
-        rank: r, of each of them.
-        alpha: what they add is multiplied by alpha / rank.
-        targets: "all-linear", or endings of layer names, "q_proj,v_proj".
-        bits: 8 or 4: the frozen weights are held in so many; 0: in the dtype of the model.
+        rank: r.
+        alpha: the output of an adapter is multiplied by alpha / rank.
+        targets: "all-linear", or suffixes of layer names, such as "q_proj,v_proj".
+        bits: 8 or 4 quantizes the frozen weights; 0 keeps them in the dtype of the model.
     """
 
     rank: int
@@ -42,13 +42,10 @@ class Options:
 
 
 def options(cfg: Any) -> Options | None:
-    """The adapters that a configuration asks for.
+    """The adapters in a configuration; None if all weights are trained.
 
     Args:
         cfg: a Config with `lora_rank`, `lora_alpha`, `lora_targets` and `load_bits`.
-
-    Returns:
-        None if it asks for none, and all weights are trained.
     """
     if not cfg.lora_rank:
         return None
@@ -56,10 +53,10 @@ def options(cfg: Any) -> Options | None:
 
 
 def check(cfg: Any) -> None:
-    """Requires what must hold for the fields about adapters.
+    """Checks the fields of a configuration that concern adapters.
 
     Args:
-        cfg: a Config; a field that it lacks is as if it had its default.
+        cfg: a Config; missing fields have their defaults.
 
     Raises:
         ValueError: a rule is broken.
@@ -99,45 +96,39 @@ def check(cfg: Any) -> None:
     )
 
 
-# ---- which layers ----
-
-
 def targets(model: PreTrainedModel, names: str) -> list[str]:
-    """The layers that get adapters: linear ones of the decoder; never the output head, nor a vision tower.
+    """Full names of the layers that get adapters: linear layers of the decoder, without output head and vision tower.
 
     Args:
-        model: not wrapped yet.
-        names: "all-linear", or endings of layer names with commas between.
-
-    Returns:
-        Full names.
+        model: without adapters.
+        names: "all-linear", or suffixes of layer names, separated by commas.
 
     Raises:
-        ValueError: a name is that of no such layer, or of the head.
+        ValueError: a suffix matches no such layer, or matches the head.
     """
     head, excluded = model.get_output_embeddings(), set()
     if images.is_vlm(model.config):
         excluded = set(images.tower(model).modules())
     inside = set(model.get_decoder().modules()) - excluded - {head}
-    # those of bitsandbytes are nn.Linear too
+    # bitsandbytes layers are nn.Linear too
     linear = [name for name, m in model.named_modules() if m in inside and isinstance(m, (nn.Linear, Conv1D))]
     if names == ALL:
         return linear
     there = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
     chosen: dict[str, None] = {}
     head_name = next(name for name, m in model.named_modules() if m is head)
-    for ending in _split(names):
+    for suffix in _split(names):
         require(
-            not _ends(head_name, ending),
+            not _has_suffix(head_name, suffix),
             f"lora_targets = {names!r}",
-            f"{ending!r} is the output head, whose plain weight log-probabilities are computed from",
+            f"{suffix!r} is the output head, whose plain weight log-probabilities are computed from",
             "leave it out",
         )
-        found = [name for name in linear if _ends(name, ending)]
+        found = [name for name in linear if _has_suffix(name, suffix)]
         require(
             bool(found),
             f"lora_targets = {names!r}",
-            f"no linear layer of the decoder is named {ending!r}",
+            f"no linear layer of the decoder is named {suffix!r}",
             f"there are {there}; {ALL!r} takes them all",
         )
         chosen |= dict.fromkeys(found)
@@ -148,53 +139,50 @@ def _split(names: str) -> list[str]:
     return [name.strip() for name in names.split(",") if name.strip()]
 
 
-def _ends(name: str, ending: str) -> bool:
-    return name == ending or name.endswith("." + ending)
-
-
-# ---- making, loading and saving adapters ----
+def _has_suffix(name: str, suffix: str) -> bool:
+    return name == suffix or name.endswith("." + suffix)
 
 
 def add(model: PreTrainedModel, options: Options) -> nn.Module:
-    """Wraps a model with new adapters, which are all that is trained; what it computes stays the same at first.
+    """Wraps a model with new adapters, the only trained weights; its outputs do not change yet.
 
     Args:
-        model: on its device, dropout off; its layers are replaced in place.
+        model: on its device, without dropout; its layers are replaced in place.
         options: see `Options`.
 
     Returns:
         A PeftModel; adapters in the dtype of the model.
 
     Raises:
-        ValueError: as `targets`.
+        ValueError: as in `targets`.
     """
     import peft
 
     chosen = targets(model, options.targets)
-    endings = sorted({name.rpartition(".")[2] for name in chosen})
-    hit = [name for name, _ in model.named_modules() if any(_ends(name, ending) for ending in endings)]
+    suffixes = sorted({name.rpartition(".")[2] for name in chosen})
+    selected = [name for name, _ in model.named_modules() if any(_has_suffix(name, suffix) for suffix in suffixes)]
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=options.rank,
         lora_alpha=options.alpha,
-        target_modules=endings if set(hit) == set(chosen) else chosen,  # short names where they say the same
+        target_modules=suffixes if set(selected) == set(chosen) else chosen,  # short names if they select the same
     )
     return _wrap(model, config)
 
 
 def resume(model: PreTrainedModel, source: str, options: Options) -> nn.Module:
-    """Wraps a model with adapters that were saved, to train them further.
+    """Wraps a model with saved adapters, to train them further.
 
     Args:
-        model: as in `add`: the one that they belong to.
+        model: the base model of the adapters, as in `add`.
         source: folder or hub id of the adapters.
-        options: what they have to be like.
+        options: must agree with the saved ones.
 
     Returns:
         A PeftModel.
 
     Raises:
-        ValueError: they are of another rank, alpha, or on other layers; or not all there.
+        ValueError: rank, alpha or layers differ, or weights are missing.
     """
     wanted = set(targets(model, options.targets))
     model = wrap_saved(model, source)
@@ -204,8 +192,13 @@ def resume(model: PreTrainedModel, source: str, options: Options) -> nn.Module:
     remedy = "set it to that, or merge them first (scripts/merge_adapters.py) and begin with new ones"
     for name, own, saved in (("lora_rank", options.rank, config.r), ("lora_alpha", options.alpha, config.lora_alpha)):
         require(own == saved, f"{name} = {own}", f"{rule} in {source}, {saved}", remedy)
-    odd = sorted({name.rpartition(".")[2] for name in wanted ^ adapted})
-    require(not odd, f"lora_targets = {options.targets!r}", f"{rule} in {source}: {', '.join(odd)} differ", remedy)
+    mismatched = sorted({name.rpartition(".")[2] for name in wanted ^ adapted})
+    require(
+        not mismatched,
+        f"lora_targets = {options.targets!r}",
+        f"{rule} in {source}: {', '.join(mismatched)} differ",
+        remedy,
+    )
     return model
 
 
@@ -213,14 +206,14 @@ def wrap_saved(model: PreTrainedModel, source: str) -> nn.Module:
     """Wraps a model with saved adapters.
 
     Args:
-        model: the one that they belong to, on its device, dropout off.
+        model: the base model of the adapters, as in `add`.
         source: folder or hub id of the adapters.
 
     Returns:
-        A PeftModel whose adapters are all that is trained.
+        A PeftModel; only the adapters are trainable.
 
     Raises:
-        ValueError: they do not fit the model.
+        ValueError: the adapters do not fit the model.
     """
     import peft
     from peft.utils.save_and_load import load_peft_weights
@@ -237,37 +230,37 @@ def wrap_saved(model: PreTrainedModel, source: str) -> nn.Module:
     )
     result = peft.set_peft_model_state_dict(model, load_peft_weights(source, device="cpu"))
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    odd = sorted(trained & set(result.missing_keys)) + sorted(result.unexpected_keys)
+    mismatched = sorted(trained & set(result.missing_keys)) + sorted(result.unexpected_keys)
     require(
-        not odd,
+        not mismatched,
         f"adapters in {source}",
-        f"must fit their model, but {len(odd)} weights have no counterpart ({', '.join(odd[:2])})",
+        f"must fit their model, but {len(mismatched)} weights have no counterpart ({', '.join(mismatched[:2])})",
         "name the model they were trained on as base_model_name_or_path in adapter_config.json",
     )
     return model
 
 
 def save(model: nn.Module, folder: Path | str) -> None:
-    """Saves a model; of one with adapters, the adapters alone and the name of their model.
+    """Saves a model; with adapters, only those and the name of their base model.
 
     Args:
         model: wrapped by peft or not.
-        folder: where to.
+        folder: destination.
     """
     if not hasattr(model, "peft_config"):
         model.save_pretrained(folder)
         return
-    # "auto" would ask the hub how large the vocabulary of the base model is
+    # the default "auto" would ask the hub for the vocabulary size of the base model
     model.save_pretrained(folder, save_embedding_layers=False)
-    (Path(folder) / "README.md").unlink(missing_ok=True)  # a form that nobody has filled in
+    (Path(folder) / "README.md").unlink(missing_ok=True)  # an empty template
 
 
 def quantization(bits: int, dtype: torch.dtype) -> BitsAndBytesConfig:
-    """How from_pretrained is to hold linear layers in few bits; output head and embeddings it leaves as they are.
+    """Quantization of the linear layers for from_pretrained; output head and embeddings are not quantized.
 
     Args:
         bits: 8, or 4: NF4 with quantized scales (Dettmers et al. 2023, arXiv 2305.14314).
-        dtype: of the products.
+        dtype: of the matrix products.
 
     Raises:
         ValueError: bitsandbytes is not installed.
@@ -290,19 +283,19 @@ def _wrap(model: PreTrainedModel, config: Any) -> nn.Module:
     dtype = model.get_output_embeddings().weight.dtype
     config.fan_in_fan_out = any(isinstance(m, Conv1D) for m in model.get_decoder().modules())
     device = model.device
-    every = range(torch.cuda.device_count()) if device.type == "cuda" else []  # manual_seed seeds them all
+    every = range(torch.cuda.device_count()) if device.type == "cuda" else []  # manual_seed seeds all GPUs
     with torch.random.fork_rng(every), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft asks for an attribute that transformers renamed
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads an attribute that transformers renamed
         torch.manual_seed(SEED)
         model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     for p in model.parameters():
-        if p.requires_grad:  # beside weights of few bits they would be fp32
+        if p.requires_grad:  # they would be fp32 beside quantized weights
             p.data = p.data.to(dtype)
-    model.tracking = model.get_input_embeddings().register_forward_hook(_track)
+    model.tracking = model.get_input_embeddings().register_forward_hook(_require_input_grad)
     return model
 
 
-def _track(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
-    """Lets the first layer see an input with a gradient, as the others do: they then share what is compiled."""
+def _require_input_grad(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+    """Gives the first layer an input with a gradient, like the others, so that all share one compiled graph."""
     if torch.is_grad_enabled():
         output.requires_grad_(True)

@@ -1,7 +1,7 @@
-"""Adapters out of what a model computes, and in its weights: for the reference, for rollouts, and for good.
+"""Disables adapters for the reference, and merges them into the weights: for a rollout, or permanently.
 
-Rollouts take the sum W + (alpha / rank) B A in place of W, and run as fast as without adapters; afterwards W comes back
-bit for bit. Dims as in common/model/lora.py.
+A rollout with W + (alpha / rank) B A in place of W runs as fast as without adapters; afterwards W is restored bit for
+bit. Dims as in common/model/lora.py.
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 from common.base.checks import require
 from common.base.devices import free_bytes, host_memory
 
-ROOM = 0.25  # of the free GPU memory: up to here, weights that are merged into are kept there and not in CPU memory
+GPU_COPY_SHARE = 0.25  # of the free GPU memory; copies of the weights that are larger than this go to CPU memory
 
 _on_host: WeakKeyDictionary[nn.Module, "_Copies"] = WeakKeyDictionary()
-_switched: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
-_merged: WeakSet[nn.Module] = WeakSet()  # models whose weights hold their adapters at the moment
+_adapter_modules_of: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
+_merged: WeakSet[nn.Module] = WeakSet()  # models whose adapters are in their weights now
 
 
 def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -33,34 +33,34 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, m) for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)]
 
 
-def _switches(model: nn.Module) -> list[nn.Module]:
-    """The modules that can leave their adapters out; to look for them takes 6 ms in 28 layers, so it is done once."""
+def _adapter_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules whose adapters can be disabled; cached, because finding them takes 6 ms in 28 layers."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    if model not in _switched:
+    if model not in _adapter_modules_of:
         kinds = BaseTunerLayer, AuxiliaryTrainingWrapper
-        _switched[model] = [m for m in model.modules() if isinstance(m, kinds)]
-    return _switched[model]
+        _adapter_modules_of[model] = [m for m in model.modules() if isinstance(m, kinds)]
+    return _adapter_modules_of[model]
 
 
 @contextmanager
-def off(model: nn.Module) -> Iterator[None]:
-    """Takes the adapters out of what a model computes; meanwhile it is the model that training began with.
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
+    """Disables the adapters of a model, which then computes what it did before training; a no-op without adapters.
 
     Args:
-        model: wrapped by peft, or not: then nothing happens.
+        model: wrapped by peft or not.
 
     Raises:
-        RuntimeError: the adapters are in the weights at the moment, so that they cannot be taken out.
+        RuntimeError: the adapters are merged into the weights.
     """
     if not hasattr(model, "peft_config"):
         yield
         return
     if model in _merged:
         raise RuntimeError("adapters are merged into the weights for a rollout: wait for its end")
-    # what peft has for this would switch requires_grad off and on too, and with it what is compiled
-    layers = [m for m in _switches(model) if not m.disable_adapters]
+    # peft's own disable_adapter also toggles requires_grad, which invalidates compiled code
+    layers = [m for m in _adapter_modules(model) if not m.disable_adapters]
     try:
         for layer in layers:
             layer._disable_adapters = True
@@ -72,13 +72,13 @@ def off(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def merged(model: nn.Module) -> Iterator[None]:
-    """Adds adapters to the weights they belong to, and afterwards puts those weights back bit for bit.
+    """Merges the adapters into the weights, and afterwards restores the weights bit for bit; a no-op without adapters.
 
-    Unmerging would subtract what was added, and in bf16 a good part of the weights would not come back. Weights keep
-    their places in memory, where CUDA graphs read them. Weights of few bits are left alone, with their adapters active.
+    Copies are restored, because subtracting what was added would not give the same weights in bf16. Weights keep their
+    addresses, which CUDA graphs hold. Quantized weights are not merged: their adapters stay active.
 
     Args:
-        model: wrapped by peft, or not: then nothing happens.
+        model: wrapped by peft or not.
     """
     layers = _mergeable(model) if hasattr(model, "peft_config") else []
     if not layers:
@@ -92,7 +92,7 @@ def merged(model: nn.Module) -> Iterator[None]:
         for layer in layers:
             _merge(layer)
         for weight, place in zip(weights, places, strict=True):
-            if weight.data_ptr() != place.data_ptr():  # some kinds of adapter make a new tensor
+            if weight.data_ptr() != place.data_ptr():  # some kinds of adapters make a new tensor
                 place.copy_(weight.data)
                 weight.data = place
         yield
@@ -106,16 +106,16 @@ def merged(model: nn.Module) -> Iterator[None]:
 
 
 def merge(model: nn.Module) -> PreTrainedModel:
-    """Adds adapters to the weights for good.
+    """Merges adapters into the weights permanently.
 
     Args:
         model: a PeftModel.
 
     Returns:
-        The model itself, without any wrapper, all of its weights trainable.
+        The model without its wrapper, all weights trainable.
 
     Raises:
-        ValueError: weights in 8 or 4 bits cannot take them up.
+        ValueError: the weights are in 8 or 4 bits.
     """
     layers = _mergeable(model)
     require(len(layers) == len(named_layers(model)), "adapters on weights of few bits", "cannot be merged",
@@ -133,7 +133,7 @@ def _mergeable(model: nn.Module) -> list[nn.Module]:
 
 @torch.no_grad()
 def _merge(layer: nn.Module) -> None:
-    """Adds the adapters of one layer, in fp32 and rounded once; other kinds than plain LoRA in peft's own way."""
+    """Merges the adapters of one layer, in fp32 and rounded once; peft merges those that are not plain LoRA."""
     from peft.tuners.lora import Linear
 
     if not isinstance(layer, Linear) or layer.lora_variant or any(layer.lora_bias.values()):
@@ -147,26 +147,26 @@ def _merge(layer: nn.Module) -> None:
             a_rI, b_Or = layer.lora_A[name].weight.float(), layer.lora_B[name].weight.float()
             wide_OI.addmm_(b_Or, a_rI, alpha=layer.scaling[name])
     weight.copy_(wide)
-    layer._disable_adapters = True  # or they would count twice
+    layer._disable_adapters = True  # or they would be added twice
 
 
 class _Copies:
-    """Copies of weights in pinned CPU memory, made anew only when the weights have changed."""
+    """Copies of weights in pinned CPU memory, renewed only when the weights have changed."""
 
     def __init__(self, weights: list[torch.Tensor]):
         device, kinds = weights[0].device, dict.fromkeys(w.dtype for w in weights)
-        # one block for each dtype: memory is pinned by the page
+        # one block per dtype, because memory is pinned in pages
         sizes = {dtype: sum(w.numel() for w in weights if w.dtype == dtype) for dtype in kinds}
         self.blocks = {dtype: host_memory(size, device, dtype) for dtype, size in sizes.items()}
         self.versions: list[int] = []
 
     def of(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The copies; of frozen weights the first ones serve for the whole run."""
+        """The copies, up to date; frozen weights are copied once per run."""
         rest, copies = dict(self.blocks), []
         for w in weights:
             copies.append(rest[w.dtype][: w.numel()].view(w.shape))
             rest[w.dtype] = rest[w.dtype][w.numel() :]
-        versions = [w._version for w in weights]  # counts changes, but not those through .data, as merging does them
+        versions = [w._version for w in weights]  # not counted: changes through .data, such as merging
         if versions != self.versions:
             for copy, w in zip(copies, weights, strict=True):
                 copy.copy_(w.detach(), non_blocking=True)
@@ -175,10 +175,10 @@ class _Copies:
 
 
 def _copies(model: nn.Module, weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of weights: on the GPU for the moment, if it has room for them; else in CPU memory, to stay there."""
+    """Copies of weights: temporary ones on the GPU if they fit; else in CPU memory, where they are kept."""
     if model not in _on_host:
         device = weights[0].device
-        if device.type == "cuda" and sum(w.nbytes for w in weights) <= ROOM * free_bytes(device):
+        if device.type == "cuda" and sum(w.nbytes for w in weights) <= GPU_COPY_SHARE * free_bytes(device):
             return [w.detach().clone() for w in weights]
         _on_host[model] = _Copies(weights)
     return _on_host[model].of(weights)

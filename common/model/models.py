@@ -1,4 +1,4 @@
-"""Loading: the policy with its tokenizer, frozen models, and what must be true of both before training."""
+"""Loads policies and frozen models, repairs and checks them, and keeps replicas in step."""
 
 import copy
 import hashlib
@@ -25,9 +25,9 @@ from common.base.distributed import print_main
 from common.model import images, logprobs, merging, sources
 from common.model import lora as adapters
 
-logging.disable_progress_bar()  # bars of loading and saving would tear the one of the training
-ADAPTER_RATE = 1e-3  # the highest learning rate that nothing is said about when adapters are trained
-SMALL = 5_000_000  # parameters; below, a second thread gains little, and on busy cores threads wait for one another
+logging.disable_progress_bar()  # progress bars of loading and saving would break the one of the training
+ADAPTER_RATE = 1e-3  # highest learning rate for adapters without a warning
+SMALL = 5_000_000  # parameters; a smaller model gains little from a second thread, which may have to wait for a core
 
 
 def load_policy(
@@ -37,25 +37,24 @@ def load_policy(
     gradient_checkpointing: bool = False,
     lora: adapters.Options | None = None,
 ) -> tuple[PreTrainedTokenizerBase, nn.Module]:
-    """Loads the model to be trained, dropout off, and its tokenizer, with padding repaired.
+    """Loads the model to be trained, without dropout, and its tokenizer, with padding repaired.
 
-    Of a folder of saved adapters, such as a checkpoint, the adapters are trained further, and the reference is their
-    model without them; if `lora` is None, they are merged, and all weights are trained.
+    Saved adapters, such as those in a checkpoint, are trained further, and their base model is the reference; if `lora`
+    is None, they are merged, and all weights are trained.
 
     Args:
         name: see `sources.find`.
-        device: where the weights go.
+        device: of the weights.
         dtype: see `sources.pick_dtype`.
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
-        lora: train adapters like these; None: all weights.
+        lora: the adapters to train; None: all weights.
 
     Returns:
-        The tokenizer (padding on the left, pad token not the end token) and the model in train mode; with `lora` a
-        PeftModel.
+        The tokenizer, which pads on the left with a token that is not the end token, and the model in train mode; with
+        `lora` a PeftModel.
 
     Raises:
-        ValueError: the model cannot be found, is of a kind the log-probabilities would be wrong for, or does not fit
-            what `lora` asks for.
+        ValueError: the model cannot be found, its log-probabilities would be wrong, or `lora` does not fit it.
     """
     tokenizer, source = sources.load_tokenizer(name), sources.find(name)
     saved = sources.base_of(source) if lora else None
@@ -72,7 +71,7 @@ def load_policy(
         )
         model = adapters.resume(model, source, lora) if saved else adapters.add(model, lora)
         require_finite(model, source)
-        # a folder by its whole path: a run may be resumed from elsewhere
+        # the absolute path of a folder, because a run may be resumed from another one
         folder = Path(base).expanduser()
         where = str(folder.resolve()) if folder.is_dir() and base not in sources.BUILT_IN else base
         model.peft_config["default"].base_model_name_or_path = where
@@ -88,22 +87,22 @@ def load_frozen(name: str, device: torch.device, dtype: str) -> PreTrainedModel:
 
     Args:
         name: see `sources.find`.
-        device: where the weights go.
+        device: of the weights.
         dtype: see `sources.pick_dtype`.
     """
     return _load(name, device, dtype).eval().requires_grad_(False)
 
 
 def load_spread(name: str, devices: list[torch.device], dtype: str) -> PreTrainedModel:
-    """Loads a frozen model over several GPUs, some of its layers on each, one GPU at work at a time.
+    """Loads a frozen model with its layers spread over several GPUs, which compute one after the other.
 
     Args:
         name: see `sources.find`.
-        devices: GPUs, which share the weights about equally; one device: as `load_frozen`.
+        devices: GPUs, each with about the same share of the weights; one device: as `load_frozen`.
         dtype: see `sources.pick_dtype`.
 
     Raises:
-        ValueError: as `load_policy`.
+        ValueError: as in `load_policy`.
     """
     if len(devices) == 1:
         return load_frozen(name, devices[0], dtype)
@@ -116,11 +115,11 @@ def load_spread(name: str, devices: list[torch.device], dtype: str) -> PreTraine
 
 @torch.no_grad()
 def require_finite(model: nn.Module, source: str) -> None:
-    """Requires that no weight is NaN or infinite; of weights in 8 or 4 bits their scales are looked at.
+    """Checks that no weight is NaN or infinite; of quantized weights the scales are checked.
 
     Args:
-        model: on its devices, each of which reads its weights once.
-        source: what it was loaded from, as `sources.find` gives it.
+        model: on its devices.
+        source: what it was loaded from, as `sources.find` returns it.
 
     Raises:
         ValueError: names the weight, and its file if `source` is a folder.
@@ -129,8 +128,8 @@ def require_finite(model: nn.Module, source: str) -> None:
         scales = getattr(getattr(weight, "quant_state", None), "absmax", None), getattr(weight, "SCB", None)
         for values in (weight, *scales):
             if values is None or not values.is_floating_point() or values.numel() == 0 or values.element_size() < 2:
-                continue  # torch reduces no numbers of 8 bits
-            # no temporary of the size of the weight, as isfinite() makes; NaN passes through the reduction
+                continue  # torch has no reductions for 8 bits
+            # unlike isfinite(), aminmax() allocates nothing of the size of the weight; it propagates NaN
             bad = [value for value in torch.stack(torch.aminmax(values.detach())).tolist() if not math.isfinite(value)]
             if bad:
                 raise ValueError(
@@ -141,7 +140,7 @@ def require_finite(model: nn.Module, source: str) -> None:
 
 
 def _file_of(name: str, source: str) -> str:
-    """Where a weight stands, for a message; a model may name it with another beginning than its file."""
+    """The file of a weight, for messages; its name in the model and in the file may have different prefixes."""
     for path in sorted(Path(source).glob("*.safetensors")) if Path(source).is_dir() else ():
         with safe_open(path, "pt") as file:
             if any(f".{name}".endswith(f".{key}") or key.endswith(f".{name}") for key in file.keys()):  # noqa: SIM118
@@ -150,13 +149,13 @@ def _file_of(name: str, source: str) -> str:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A name for weights: a checkpoint that was replaced under the same name has another one.
+    """SHA-256 of 64 values of every parameter: tells when a checkpoint was replaced under the same name.
 
     Args:
-        model: of which 64 numbers of every parameter are looked at, from its beginning to its end.
+        model: on any device.
 
     Returns:
-        SHA-256 in hexadecimal digits.
+        Hexadecimal digits.
     """
     digest = hashlib.sha256()
     for parameter in model.parameters():
@@ -167,8 +166,8 @@ def fingerprint(model: nn.Module) -> str:
 
 
 @contextmanager
-def same_numbers(device: torch.device) -> Iterator[None]:
-    """Random numbers that are the same on every rank, whose seeds differ: new weights must begin equal.
+def same_random_numbers(device: torch.device) -> Iterator[None]:
+    """Draws the same random numbers on every rank, for new weights; ranks have different seeds.
 
     Args:
         device: where they are drawn, besides the CPU.
@@ -179,13 +178,13 @@ def same_numbers(device: torch.device) -> Iterator[None]:
 
 
 def repair_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
-    """Gives the tokenizer a pad token that is not its end token, and says so.
+    """Gives the tokenizer a pad token that is not its end token, and reports the change.
 
-    With pad = eos, whoever trains on the saved model later may mask its end tokens as padding, and it never stops.
+    With pad = eos, later training on the saved model may mask its end tokens as padding, and it never stops.
 
     Args:
-        tokenizer: changed in place where needed.
-        model: its pad id follows the tokenizer's; embeddings grow only if no token of the vocabulary can serve.
+        tokenizer: changed in place if needed.
+        model: gets the pad id of the tokenizer; its embedding grows only if the vocabulary has no suitable token.
     """
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         vocabulary = tokenizer.get_vocab()
@@ -195,21 +194,21 @@ def repair_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -
         tokenizer.add_special_tokens({"pad_token": free[0] if free else "<|pad|>"})
         print_main(f"pad token was {before!r}, the end token {tokenizer.eos_token!r}: now {tokenizer.pad_token!r}")
     if tokenizer.pad_token_id >= model.get_input_embeddings().num_embeddings:
-        with same_numbers(model.device):
+        with same_random_numbers(model.device):
             model.resize_token_embeddings(len(tokenizer))
     model.config.get_text_config().pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
 
 
 def replicate(model: PreTrainedModel, devices: Sequence[torch.device], trained: int = 1) -> list[PreTrainedModel]:
-    """The model itself on the first device and a copy on each of the others, to sample and to train on all of them.
+    """Copies a model to other devices.
 
     Args:
         model: the policy, on devices[0].
         devices: one per replica.
-        trained: replicas that gather gradients, the first ones; the others are frozen.
+        trained: number of replicas that need gradients, the first ones; the others are frozen.
 
     Returns:
-        One model per device; `refresh` copies the weights again after an update.
+        The model itself and one copy for each other device; `refresh` updates the copies.
     """
     few = getattr(getattr(model, "config", None), "quantization_config", None)
     require(
@@ -220,26 +219,26 @@ def replicate(model: PreTrainedModel, devices: Sequence[torch.device], trained: 
     )
     replicas = [model]
     for number, device in enumerate(devices[1:], 1):
-        moved: dict[int, Any] = {}  # straight to their device, by identity: beside the model there may be no room
+        moved: dict[int, Any] = {}  # by id; made on their device, since a copy may not fit beside the model
         for p in model.parameters():
             if type(p) is nn.Parameter:
                 copied = p.detach().to(device, copy=True)
                 moved[id(p)] = nn.Parameter(copied, requires_grad=p.requires_grad and number < trained)
-            else:  # of a quantized layer, which is never trained
+            else:  # quantized, never trained
                 moved[id(p)] = copy.deepcopy(p).to(device)
         moved |= {id(buffer): buffer.to(device, copy=True) for buffer in model.buffers()}
         replicas.append(copy.deepcopy(model, moved))
     if len(devices) > 1 and devices[0].type == "cuda":
         import torch._dynamo
 
-        # layers are compiled once per device, and above the limit (8, for one) they would run uncompiled
+        # layers are compiled once per device; beyond the limit, by default 8, they would run uncompiled
         torch._dynamo.config.recompile_limit = max(8 * len(devices), torch._dynamo.config.recompile_limit)
     return replicas
 
 
 @torch.no_grad()
 def refresh(replicas: Sequence[PreTrainedModel]) -> None:
-    """Copies the weights of the first replica, those that are trained, to the others; no host waits."""
+    """Copies the trainable weights of the first replica to the others, without a host sync."""
     source = list(replicas[0].parameters())
     for replica in replicas[1:]:
         for target, weight in zip(replica.parameters(), source, strict=True):
@@ -249,10 +248,10 @@ def refresh(replicas: Sequence[PreTrainedModel]) -> None:
 
 @torch.no_grad()
 def sum_gradients(replicas: Sequence[PreTrainedModel]) -> None:
-    """Adds the gradients of all replicas up on the first, and clears those of the others; no host waits."""
+    """Sums the gradients of all replicas on the first and clears those of the others, without a host sync."""
     for first, *others in zip(*(replica.parameters() for replica in replicas), strict=True):
         for other in others:
-            if other.grad is not None:  # as where there were fewer sequences than replicas
+            if other.grad is not None:  # None with fewer sequences than replicas
                 arrived = other.grad.to(first.device, non_blocking=True)
                 first.grad = arrived if first.grad is None else first.grad.add_(arrived)
                 other.grad = None
@@ -260,11 +259,7 @@ def sum_gradients(replicas: Sequence[PreTrainedModel]) -> None:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode, and afterwards the mode the model was in, also after an error.
-
-    Args:
-        model: in train mode, gradient checkpointing would switch its cache off.
-    """
+    """Switches to eval mode and afterwards back: in train mode, gradient checkpointing disables the cache."""
     was_training = model.training
     model.eval()
     try:
@@ -276,13 +271,13 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def warn_learning_rate(
     learning_rate: float, model: nn.Module, most: float = 2e-5, usual: str = "by RL: 5e-6 (up to 0.5 B) to 1e-6 (7 B)"
 ) -> None:
-    """Says so when the learning rate is far above what a policy of this size bears; the built-in one bears more.
+    """Warns if the learning rate is unusually high for this model size; small models are exempt.
 
     Args:
         learning_rate: as configured.
-        model: the policy; with adapters, ADAPTER_RATE is possible.
-        most: what is still possible for all weights.
-        usual: what is usual for them, for the message.
+        model: the policy; with adapters the limit is ADAPTER_RATE.
+        most: limit for full fine-tuning.
+        usual: usual values for full fine-tuning, for the message.
     """
     millions, kind = sum(p.numel() for p in model.parameters()) / 1e6, "full fine-tuning"
     if hasattr(model, "peft_config"):
@@ -305,14 +300,14 @@ def _load(name: str, device: torch.device, dtype: str, bits: int = 0) -> PreTrai
 
 
 def _read(name: str, dtype: torch.dtype, bits: int = 0, **options: Any) -> PreTrainedModel:
-    """The model, dropout off, adapters merged; in CPU memory, or where the options of from_pretrained say."""
+    """Loads a model without dropout, saved adapters merged; in CPU memory, unless `options` place it elsewhere."""
     source = sources.find(name)
     base = sources.base_of(source)
     if base:
         return merging.merge(adapters.wrap_saved(_read(base, dtype, bits, **options), source))
     if bits:
         options["quantization_config"] = adapters.quantization(bits, dtype)
-    # rotary positions are an fp32 product, of which TF32 would keep 11 bits: positions above 2,048 would be rounded
+    # TF32 would keep 11 bits of the rotary positions, an fp32 product, and round positions above 2,048
     torch.set_float32_matmul_precision("highest")
     try:
         is_vlm = images.is_vlm(source)
@@ -327,19 +322,19 @@ def _read(name: str, dtype: torch.dtype, bits: int = 0, **options: Any) -> PreTr
         raise ValueError(
             f"model {name!r}: a file of its weights is cut off or damaged ({error}); copy or download it again"
         ) from error
-    missing = sorted(found["missing_keys"])  # transformers fills them with random numbers
+    missing = sorted(found["missing_keys"])  # transformers initialises them randomly
     require(
         not missing,
         f"model {name!r}",
         f"its files lack {len(missing)} weights, such as {missing[:1]}",
         "copy or download it again, or name a model of this kind",
     )
-    _switch_dropout_off(model)
+    _disable_dropout(model)
     return model
 
 
-def _switch_dropout_off(model: nn.Module) -> None:
-    """Two forward passes must agree, or the first ratio is not 1. The config, which is saved, keeps its values."""
+def _disable_dropout(model: nn.Module) -> None:
+    """Disables dropout, or the first ratio would not be 1. The config, which is saved, keeps its values."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

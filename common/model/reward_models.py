@@ -1,4 +1,4 @@
-"""Reward models: sequence classifiers whose single output is the score of a conversation."""
+"""Reward models: sequence classifiers with a single output, the score of a conversation."""
 
 import math
 from collections.abc import Sequence
@@ -11,22 +11,21 @@ from common.model.models import require_finite
 
 
 class RewardModel:
-    """A sequence classifier with a single output, which is the score of a conversation.
+    """A reward model.
 
     Args:
         name_or_folder: hub id or local folder.
-        device: where it runs.
-        dtype: of the weights; scores are fp32 in any case.
+        device: of the model.
+        dtype: of the weights; scores are always fp32.
 
     Raises:
-        ValueError: it cannot be loaded, or is of a kind that transformers does not know; more than one label,
-            weights missing in the checkpoint or not finite, or no token to pad with.
+        ValueError: the model cannot be loaded, its type is unknown to transformers, it has more than one label, its
+            weights are incomplete or not finite, or it has no token to pad with.
     """
 
     def __init__(
         self, name_or_folder: str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
     ) -> None:
-
         try:
             labels = AutoConfig.from_pretrained(name_or_folder, trust_remote_code=False).num_labels
         except (OSError, ValueError) as error:
@@ -41,38 +40,38 @@ class RewardModel:
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             name_or_folder, dtype=dtype, output_loading_info=True, trust_remote_code=False
         )
-        if missing := sorted(loading["missing_keys"]):  # transformers fills them with random numbers
+        if missing := sorted(loading["missing_keys"]):  # transformers initialises them randomly
             raise ValueError(f"{name_or_folder} lacks the weights {missing}: choose a trained reward model")
         self.model = model.to(device).eval()
         require_finite(self.model, name_or_folder)
         config = self.model.config.get_text_config()
         self.max_tokens = min(self.tokenizer.model_max_length, getattr(config, "max_position_embeddings", math.inf))
-        _pad_alike(self.tokenizer, config)
-        bos, self._written, self._ending = self.tokenizer.bos_token or "", [], ""
+        _set_pad_token(self.tokenizer, config)
+        bos, self._template_tokens, self._ending = self.tokenizer.bos_token or "", [], ""
         if self.tokenizer.chat_template:
             frame = self._text("?", "PROBE")
             tokens = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-            self._written = [token for token in tokens if token and token != bos and token in frame]
+            self._template_tokens = [token for token in tokens if token and token != bos and token in frame]
             self._start, self._ending = bos if frame.startswith(bos) else "", frame.rpartition("PROBE")[2]
-        else:  # what the tokenizer puts before a text
+        else:  # the tokenizer may put a start token before a text
             self._start = bos if self.tokenizer("?")["input_ids"][:1] == [self.tokenizer.bos_token_id] else ""
 
     def scores(
         self, prompts: Sequence[str | list[dict]], completions: Sequence[str], batch_size: int = 16
     ) -> torch.Tensor:
-        """Score each completion as the answer to its prompt, in the model's own chat template if it has one.
+        """Scores each completion as the reply to its prompt, in the model's own chat template if it has one.
 
         Args:
-            prompts: B user texts or message lists; or texts that hold tokens of this model's chat template, which is
-                then not applied again.
+            prompts: B user texts or message lists. A text with tokens of this model's chat template is not templated
+                again.
             completions: B texts.
-            batch_size: conversations in one forward; does not change the scores.
+            batch_size: conversations in one forward pass; does not change the scores.
 
         Returns:
             Scores, fp32 [B] on CPU.
 
         Raises:
-            ValueError: a conversation without tokens or longer than the model reads, or a score that is not finite.
+            ValueError: a conversation is empty or longer than the model reads, or a score is not finite.
         """
         texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         parts = [self._forward(texts[i : i + batch_size]) for i in range(0, len(texts), batch_size)]
@@ -83,18 +82,18 @@ class RewardModel:
         return scores_B
 
     def _text(self, prompt: str | list[dict], completion: str) -> str:
-        if isinstance(prompt, str) and any(token in prompt for token in self._written):
+        if isinstance(prompt, str) and any(token in prompt for token in self._template_tokens):
             return self._start + prompt.removeprefix(self._start) + completion + self._ending
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self.tokenizer.chat_template:
             messages = [*messages, {"role": "assistant", "content": completion}]
             return self.tokenizer.apply_chat_template(messages, tokenize=False)
         text = "\n".join(message["content"] or "" for message in messages) + completion
-        return text.removeprefix(self._start)  # the tokenizer puts one there
+        return text.removeprefix(self._start)  # the tokenizer adds it
 
     @torch.inference_mode()
     def _forward(self, texts: list[str]) -> torch.Tensor:
-        # A chat template writes the start token itself: a second one would be a text the model has never seen.
+        # A chat template writes the start token itself.
         add_start = not self.tokenizer.chat_template
         batch = self.tokenizer(texts, add_special_tokens=add_start, padding=True, return_tensors="pt")
         lengths = batch["attention_mask"].sum(1)
@@ -106,10 +105,10 @@ class RewardModel:
         return logits.squeeze(-1).float().cpu()
 
 
-def _pad_alike(tokenizer: Any, config: Any) -> None:
-    """Give the reward tokenizer a pad token and tell the model: its head reads the last token that is not padding."""
+def _set_pad_token(tokenizer: Any, config: Any) -> None:
+    """Gives tokenizer and model the same pad token, because the head reads the last token that is not padding."""
     if tokenizer.pad_token_id is None:
-        # The end token is the last choice: as padding, it would hide the one that closes the text.
+        # The end token is the last choice: as padding, it would hide the end token of the text.
         ids = (config.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
         pad_id = next((i for i in ids if i is not None and i >= 0), None)
         if pad_id is None:

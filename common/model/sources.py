@@ -1,4 +1,4 @@
-"""Where a model comes from: its name, its tokenizer, its dtype, and the tokens that end a completion."""
+"""Resolves model names; tokenizer, dtype, and the tokens that end a completion."""
 
 import json
 from pathlib import Path
@@ -19,16 +19,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def find(name: str) -> str:
-    """Where a model comes from: "toy" and "toy-teacher" are built here, a folder is itself, anything else is a hub id.
+    """The folder or hub id of a model, for from_pretrained.
 
     Args:
-        name: "toy", "toy-teacher", a folder, or a hub id such as "Qwen/Qwen2.5-0.5B-Instruct".
-
-    Returns:
-        What transformers' from_pretrained takes.
+        name: "toy" or "toy-teacher", which are built in; a folder; or a hub id, "Qwen/Qwen2.5-0.5B-Instruct".
 
     Raises:
-        ValueError: it looks like a path, and nothing is there.
+        ValueError: the name looks like a path, and no folder exists there.
     """
     if name in BUILT_IN:
         return str(toy.folder(name))
@@ -44,7 +41,7 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
     Args:
         dtype: "fp32", "bf16", "fp16", or "auto": bf16 on a GPU, fp32 on the CPU.
-        device: where the model will live.
+        device: of the model.
 
     Raises:
         ValueError: another value.
@@ -60,7 +57,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Loads a tokenizer that pads on the left.
 
     Args:
-        name: see `find`; for adapters without a tokenizer it is that of their model.
+        name: see `find`; adapters without a tokenizer have that of their base model.
 
     Raises:
         ValueError: there is none.
@@ -71,35 +68,35 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         return load_tokenizer(base)
     try:
         declared = get_tokenizer_config(source).get("tokenizer_class")
-        # AutoTokenizer would take the usual class of the model type, and lose a tokenizer of one's own
+        # AutoTokenizer would take the usual class of the model type instead of a custom tokenizer
         loader = (
             PreTrainedTokenizerFast if declared in ("PreTrainedTokenizerFast", "TokenizersBackend") else AutoTokenizer
         )
         tokenizer = loader.from_pretrained(source, padding_side="left", trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"{not_found(name)} ({error})") from error
-    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):  # made up for lack of a vocabulary
+    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):  # made up, without a vocabulary
         raise ValueError(not_found(name))
     return tokenizer
 
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
-    """Every token that ends a completion: the tokenizer's, the config's and those of the generation config.
+    """All tokens that end a completion, from tokenizer, config and generation config.
 
-    Chat models often have two; a completion that goes on after the second would be trained on its own tail.
+    Chat models often have two; with one of them missing, the policy would be trained on text after its end.
 
     Args:
         tokenizer: the policy's tokenizer.
         model: the policy.
 
     Returns:
-        Sorted token ids, at least one; those that the policy has no logits for are left out, with a warning.
+        Sorted token ids, at least one; ids without logits are left out, with a warning.
 
     Raises:
-        ValueError: there is none, or one is no whole number.
+        ValueError: there is none, or one is not an integer.
     """
     ids: set[Any] = set()
-    config = model.config.get_text_config()  # of a model that reads images; otherwise the config itself
+    config = model.config.get_text_config()  # the text part of the config of a vision-language model
     for value in (tokenizer.eos_token_id, config.eos_token_id, model.generation_config.eos_token_id):
         given = [v for v in (value if isinstance(value, (list, tuple)) else [value]) if v is not None]
         odd = [v for v in given if not isinstance(v, int)]
@@ -122,24 +119,20 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) ->
 
 
 def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token that the chat template writes after a reply, if it writes one."""
+    """The special token that the chat template writes after a reply, if any."""
     if not tokenizer.chat_template:
         return None
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "PROBE"}]
     try:
         after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("PROBE")[2].strip()
-    except (jinja2.TemplateError, TypeError, ValueError):  # not for such a chat: prompts will tell whether that matters
+    except (jinja2.TemplateError, TypeError, ValueError):  # the template refuses this chat; prompts are checked later
         return None
     special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return next((i for token, i in special.items() if token and after.startswith(token)), None)
 
 
 def not_found(name: str) -> str:
-    """What is said when nothing can be loaded under a name.
-
-    Args:
-        name: as given.
-    """
+    """Error message for a name under which nothing can be loaded."""
     return (
         f"model {name!r} is neither 'toy' or 'toy-teacher', nor a folder with config.json, weights and tokenizer, nor "
         "a model that could be downloaded: check the name and the network, or download it and give the folder."
@@ -148,16 +141,13 @@ def not_found(name: str) -> str:
 
 
 def base_of(source: str) -> str | None:
-    """The model that saved adapters belong to.
+    """The base model of saved adapters; None if `source` holds none.
 
     Args:
         source: a folder, or a hub id.
 
-    Returns:
-        Its name as saved with them; None if these are no adapters.
-
     Raises:
-        ValueError: they do not name one, or are not LoRA.
+        ValueError: the adapters name no base model, or are not LoRA.
     """
     file = find_adapter_config_file(source)
     if file is None:

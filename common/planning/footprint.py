@@ -114,7 +114,7 @@ class Gpu:
         Args:
             capacity: bytes that the run can have.
         """
-        return self.copy if self.copy <= merging.ROOM * (capacity - self.always.total()) else 0
+        return self.copy if self.copy <= merging.GPU_COPY_SHARE * (capacity - self.always.total()) else 0
 
     def parts(self, phase: str, capacity: float = math.inf) -> Counter:
         """Bytes of a phase by what they are for, without what is always there.

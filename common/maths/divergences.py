@@ -1,15 +1,15 @@
-"""Divergences between the next-token distributions of a teacher, P, and a student, Q: values, and gradients by hand.
+"""Divergences between the next-token distributions of a teacher, P, and a student, Q: values and explicit gradients.
 
 With M = beta P + (1 - beta) Q, the generalized Jensen-Shannon divergence is
 
     JSD(beta) = beta KL(P, M) + (1 - beta) KL(Q, M)        0 < beta < 1
     beta = 0:   KL(P, Q), the forward KL                   beta = 1:  KL(Q, P), the reverse KL
 
-The formula is 0 at both ends, where the KLs take its place: the value *jumps* there, and a learning rate that suits
+The formula gives 0 at both ends, where the KLs replace it. The value therefore *jumps* there, and a learning rate for
 beta = 0.1 does not suit beta = 0. Source: GKD, arXiv 2306.13649, Eq. 1.
 
-Top-k: a teacher behind a wire sends its k most likely tokens and the mass of all others, the tail. Both sides then have
-k + 1 atoms; the divergence between those is never above the full one, and equal to it at k = V.
+Top-k: a remote teacher sends its k most likely tokens and the mass of all others, the tail. Both distributions then
+have k + 1 atoms; their divergence is at most the full one, and equals it at k = V.
 
 Dims: V vocabulary, K the k tokens of the teacher, n tokens of a completion, A atoms: V, or K + 1.
 """
@@ -20,8 +20,8 @@ import torch
 
 from common.maths.sampling import COLDEST
 
-LOWEST = -1e4  # nats; a log-probability of -inf becomes this: times a probability of 0 it is 0, where -inf gives NaN
-SMALLEST_TAIL = 1e-7  # mass of all tokens outside the top k, at least: what is left of 1 in fp32
+LOWEST = -1e4  # nats, in place of -inf, which times a probability of 0 would be NaN
+SMALLEST_TAIL = 1e-7  # minimum mass outside the top k, the resolution of fp32 near 1
 
 
 def generalized_jsd(
@@ -32,12 +32,12 @@ def generalized_jsd(
     Args:
         student_logits: [..., V].
         teacher_logits: [..., V]; if one side has more ids, such as padding of its embedding, both are renormalised over
-            those they share, the first ones.
+            the ids that they share, the first ones.
         beta: in [0, 1]; 0 is KL(teacher, student), 1 is KL(student, teacher).
         temperature: divides the logits of both sides.
 
     Returns:
-        [...] fp32, nats; gradients reach the student only.
+        [...] fp32, nats; differentiable with respect to the student only.
 
     Raises:
         ValueError: beta or temperature out of range.
@@ -56,21 +56,21 @@ def topk_divergence(
     beta: float,
     temperature: float = 1.0,
 ) -> torch.Tensor:
-    """Generalized Jensen-Shannon divergence per position, over the teacher's top k tokens and a bucket for the others.
+    """Generalized Jensen-Shannon divergence per position, over the teacher's top k tokens and a tail.
 
-    The student is normalised over its whole vocabulary before its probabilities are looked up: renormalised over the
-    top k, nothing would hold what it puts elsewhere.
+    The student is normalised over its whole vocabulary; renormalised over the top k, the mass that it puts elsewhere
+    would not be penalised.
 
     Args:
         student_logits: [..., V].
         teacher_ids: [..., K] int64, all different.
         teacher_logps: [..., K] log-probabilities at `temperature`.
-        teacher_tail_logp: [...] log of the mass outside; a tail below 1e-7 counts as 1e-7, -inf too.
+        teacher_tail_logp: [...] log of the mass outside the top k; less than 1e-7, even -inf, counts as 1e-7.
         beta: as in `generalized_jsd`.
         temperature: divides the student's logits.
 
     Returns:
-        [...] fp32, nats; gradients reach the student only.
+        [...] fp32, nats; differentiable with respect to the student only.
 
     Raises:
         ValueError: beta or temperature out of range.
@@ -83,15 +83,14 @@ def topk_divergence(
 
 
 def check(beta: float, temperature: float) -> None:
-    """Refuses what no divergence is defined for.
+    """Checks the parameters of a divergence.
 
     Args:
         beta: in [0, 1].
-        temperature: finite: at infinity all distributions are the uniform one, and nothing is learned; and at least
-            COLDEST.
+        temperature: finite, because at infinity all distributions are uniform; and at least COLDEST.
 
     Raises:
-        ValueError: one of them is not, or is no number.
+        ValueError: one of them is out of range, or not a number.
     """
     number = (int, float)
     if not isinstance(beta, number) or not 0.0 <= beta <= 1.0:
@@ -102,24 +101,16 @@ def check(beta: float, temperature: float) -> None:
 
 
 def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Log-probabilities in fp32, none below LOWEST.
-
-    Args:
-        logits: [..., V].
-        temperature: divides them.
-
-    Returns:
-        [..., V] fp32.
-    """
+    """Log-probabilities [..., V] in fp32, clamped to LOWEST."""
     return (logits.float() / temperature).log_softmax(-1).clamp(min=LOWEST)
 
 
 def tail_logp(logps: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Log of the mass outside some tokens: their sum, where 1 minus the rest would be rounding when it is small.
+    """Log of the mass outside some tokens, summed, because 1 minus their mass would be rounding when it is small.
 
     Args:
         logps: [..., V].
-        ids: [..., K] int64, the tokens left out.
+        ids: [..., K] int64, the tokens that are left out.
 
     Returns:
         [...] at least log(SMALLEST_TAIL).
@@ -142,9 +133,9 @@ def with_tail(logps: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
 
 
 def terms(logp: torch.Tensor, logq: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The divergence D, and what its gradient is made of: f_a = q_a dD/dq_a, up to a multiple of q_a.
+    """The divergence D, and f_a = q_a dD/dq_a up to a multiple of q_a, for its gradient.
 
-    With respect to the logits whose softmax is q, the gradient is f - q * sum(f): the multiple drops out.
+    With respect to the logits whose softmax is q, the gradient is f - q * sum(f), where the multiple cancels.
 
     Args:
         logp: [..., A] of the teacher.
@@ -166,16 +157,15 @@ def terms(logp: torch.Tensor, logq: torch.Tensor, beta: float) -> tuple[torch.Te
     return beta * (logp.exp() * (logp - logm)).sum(-1) + f.sum(-1), f
 
 
-# What the chunks of common/distill/distillation.py compute; compiled on GPUs, where the logits are then read a few
-# times and
-# nothing of their size is written but the gradient. The student's logits come without temperature, and the gradient is
-# with respect to those.
+# `full` and `topk` run on the chunks of common/distill/distillation.py, compiled on a GPU: each then reads the logits a
+# few times and writes nothing of their size but the gradient. That is with respect to the student's logits before the
+# temperature.
 
 
 def full(
     student_logits: torch.Tensor, teacher_logits: torch.Tensor, ids: torch.Tensor, beta: float, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values, and the gradient of the divergence, over the whole vocabulary.
+    """Values and the gradient of the divergence over the whole vocabulary.
 
     Args:
         student_logits: [n, V].
@@ -185,8 +175,8 @@ def full(
         temperature: divides the logits of both sides.
 
     Returns:
-        [6, n]: divergence, forward KL, reverse KL, log-probabilities of `ids` by student and teacher, and entropy of
-        the student; and the gradient [n, V] of the divergence with respect to the student's logits.
+        [6, n]: divergence, forward KL, reverse KL, log-probabilities of `ids` under student and teacher, and entropy
+        of the student; and the gradient [n, V] of the divergence with respect to the student's logits.
     """
     logp_nV, logq_nV = log_softmax(teacher_logits, temperature), log_softmax(student_logits, temperature)
     divergence_n, f_nV = terms(logp_nV, logq_nV, beta)
@@ -207,20 +197,20 @@ def topk(
     beta: float,
     temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values, and the gradient of the divergence, over the teacher's top k and a tail.
+    """Values and the gradient of the divergence over the teacher's top k and a tail.
 
     Args:
         student_logits: [n, V].
         teacher_ids: [n, K] int64.
         teacher_logps: [n, K].
         teacher_tail_logp: [n].
-        teacher_token_logps: [n], of the tokens of the completion.
-        ids: [n] int64, those tokens.
+        teacher_token_logps: [n], of `ids`.
+        ids: [n] int64, the tokens of the completion.
         beta: in [0, 1].
-        temperature: divides the student's logits; the teacher's log-probabilities are at it already.
+        temperature: divides the student's logits; the teacher's log-probabilities already include it.
 
     Returns:
-        As `full`; the KLs are those between k + 1 atoms, the rest is of the whole vocabulary.
+        As in `full`; divergence and KLs are over k + 1 atoms, the other values over the whole vocabulary.
     """
     logq_nV = log_softmax(student_logits, temperature)
     logq_nK = logq_nV.gather(-1, teacher_ids)
@@ -230,7 +220,7 @@ def topk(
     q_nV = logq_nV.exp()
     values_6n = torch.stack([divergence_n, *kls, logq_nV.gather(-1, ids[:, None]).squeeze(-1), teacher_token_logps,
                              -(q_nV * logq_nV).sum(-1)])  # fmt: skip
-    # a token of the tail has its share of what the tail has; the top k have their own
+    # a token of the tail gets its share of the tail's f
     total_n1 = f_nA.sum(-1, keepdim=True)
     in_tail_n1 = f_nA[:, -1:] * (-logq_nA[:, -1:]).exp()
     grad_nV = q_nV * (in_tail_n1 - total_n1)

@@ -9,14 +9,14 @@ CLIP_PRESETS = {
     "dense": (3e-3, 4e-3),  # dense models, answers up to about 2k tokens
     "paper": (3e-4, 4e-4),  # arXiv 2507.18071, section 5.1: a 30B MoE with very long answers
 }
-MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: far outside every clip range, and still finite in fp32 after squaring
+MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: far outside every clip range, and finite in fp32 when squared
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Mean of each row over its masked-in positions; 0 for a row without any.
 
     Args:
-        values: [B, C], any float dtype; what stands at masked-out positions is never read, NaN included.
+        values: [B, C], any float dtype; values at masked-out positions have no effect, even NaN.
         mask: [B, C], bool or 0/1.
 
     Returns:
@@ -37,7 +37,7 @@ def token_ratio(logps: torch.Tensor, old_logps: torch.Tensor) -> torch.Tensor:
     Returns:
         [B, C] fp32.
 
-    Source: arXiv 2402.03300, Eq. 3. The log-ratio is held within +-20 so that no ratio overflows.
+    Source: arXiv 2402.03300, Eq. 3. The log-ratio is clamped to +-20, so that no ratio overflows.
     """
     return (logps.float() - old_logps.float()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
@@ -53,14 +53,14 @@ def sequence_ratio(logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Ten
     Returns:
         [B] fp32; 1 for a sequence without tokens.
 
-    Source: arXiv 2507.18071, Eq. 7. log s is capped at +10, so that a sequence that ran away stays finite.
+    Source: arXiv 2507.18071, Eq. 7. The log-ratio is capped at +10, so that no ratio overflows.
     """
-    # the mask goes in before the mean, never as a factor after: -inf * 0 would be NaN
+    # masked before the mean, not multiplied by the mask, because -inf * 0 is NaN
     return masked_mean(logps - old_logps, mask).clamp(max=10.0).exp()
 
 
 def gspo_token_ratio(logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """GSPO-token's ratio: the value of the sequence ratio on every token, the gradient of that token alone.
+    """GSPO-token's ratio: every token has the value of the sequence ratio, and only its own gradient.
 
     Args:
         logps: [B, C] fp32, log-probabilities under the policy being trained.
@@ -72,7 +72,7 @@ def gspo_token_ratio(logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.T
 
     Source: arXiv 2507.18071, Eq. 14. It differs from Eq. 7 only where advantages differ within a sequence.
     """
-    logps = torch.where(mask.bool(), logps, 0.0)  # what stands at masked-out positions must not become NaN
+    logps = torch.where(mask.bool(), logps, 0.0)  # NaN or infinity at masked-out positions must not spread
     own_gradient = torch.exp(logps - logps.detach())  # 1, with the gradient of logps
     return sequence_ratio(logps, old_logps, mask).detach()[:, None] * own_gradient
 
@@ -80,13 +80,13 @@ def gspo_token_ratio(logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.T
 def clipped_surrogate(
     ratio: torch.Tensor, advantages: torch.Tensor, epsilon_low: float, epsilon_high: float
 ) -> torch.Tensor:
-    """The pessimistic of the plain and the clipped policy-gradient objective; to be maximised.
+    """The smaller of the plain and the clipped policy-gradient objective; to be maximised.
 
     Args:
         ratio: [B] or [B, C] fp32.
         advantages: [B], or of the shape of `ratio`.
-        epsilon_low: the ratio counts down to 1 - epsilon_low.
-        epsilon_high: and up to 1 + epsilon_high.
+        epsilon_low: the ratio is clipped below 1 - epsilon_low.
+        epsilon_high: the ratio is clipped above 1 + epsilon_high.
 
     Returns:
         fp32, shape of `ratio`. Its gradient is 0 where A > 0 and ratio > 1 + epsilon_high, and where A < 0 and
@@ -99,14 +99,14 @@ def clipped_surrogate(
 
 
 def dual_clip(surrogate: torch.Tensor, advantages: torch.Tensor, cap: float) -> torch.Tensor:
-    """A floor under the surrogate where the advantage is negative: there a ratio counts up to `cap` at most.
+    """Caps the ratio in the surrogate where the advantage is negative.
 
-    Without it a token that has become much likelier, and should not have, pushes without bound.
+    Without the cap, a token with a negative advantage that has become much likelier has an unbounded gradient.
 
     Args:
         surrogate: [B] or [B, C] fp32, from `clipped_surrogate`.
         advantages: [B], or of the shape of `surrogate`.
-        cap: largest ratio that counts, above 1; 3 is usual.
+        cap: of the ratio, above 1; 3 is usual.
 
     Returns:
         fp32, shape of `surrogate`; its gradient is 0 where A < 0 and ratio > cap.
@@ -118,20 +118,20 @@ def dual_clip(surrogate: torch.Tensor, advantages: torch.Tensor, cap: float) -> 
 
 
 def cispo_surrogate(logps: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, cap: float) -> torch.Tensor:
-    """Policy gradient with a capped importance weight, which is a constant; to be maximised.
+    """Policy gradient with a capped importance weight, treated as a constant; to be maximised.
 
-    No token loses its gradient, however far its ratio has moved. The value means nothing, only the gradient does.
+    Every token keeps a gradient, however far its ratio has moved. Only the gradient has a meaning, not the value.
 
     Args:
         logps: [B, C] fp32, log-probabilities under the policy being trained.
         ratio: [B, C] fp32, from `token_ratio`.
         advantages: [B] or [B, C].
-        cap: largest weight.
+        cap: of the weight.
 
     Returns:
         [B, C] fp32; its gradient with respect to logps is min(ratio, cap) * A.
 
-    Source: arXiv 2506.13585, Eqs. 4-5, where the cap is written 1 + epsilon_high; arXiv 2510.13786 finds 4 to 8 alike.
+    Source: arXiv 2506.13585, Eqs. 4-5, where the cap is 1 + epsilon_high; arXiv 2510.13786 finds 4 to 8 equally good.
     """
     return ratio.detach().clamp(max=cap) * _align(advantages, ratio) * logps.float()
 
@@ -144,7 +144,7 @@ def clip_stats(
     mask: torch.Tensor,
     dual_clip: float = 0.0,
 ) -> dict[str, torch.Tensor]:
-    """How much of a batch the clip holds back.
+    """How much of a batch is clipped.
 
     Args:
         ratio: [B] or [B, C] fp32.
@@ -152,20 +152,20 @@ def clip_stats(
         epsilon_low: as in `clipped_surrogate`.
         epsilon_high: as in `clipped_surrogate`.
         mask: shape of `ratio`, the entries that count.
-        dual_clip: cap of `dual_clip`; 0: not in use.
+        dual_clip: cap of `dual_clip`; 0: unused.
 
     Returns:
-        0-d fp32 tensors: `clip_fraction` (the clip is active: no gradient), `out_of_range` (outside the clip range,
-        whatever the sign of the advantage), `ratio_max` (largest ratio).
+        0-d fp32 tensors: `clip_fraction` (clipped, without gradient), `out_of_range` (outside the clip range, whatever
+        the sign of the advantage), `ratio_max` (largest ratio).
     """
     ratio, mask = ratio.detach(), mask.bool()
     advantages = _align(advantages, ratio)
     above, below = ratio > 1 + epsilon_high, ratio < 1 - epsilon_low
     beyond = ratio > (dual_clip or torch.inf)
-    held_back = (above & (advantages > 0)) | ((below | beyond) & (advantages < 0))
+    clipped = (above & (advantages > 0)) | ((below | beyond) & (advantages < 0))
     count = mask.sum().clamp(min=1)
     return {
-        "clip_fraction": (held_back & mask).sum() / count,
+        "clip_fraction": (clipped & mask).sum() / count,
         "out_of_range": ((above | below) & mask).sum() / count,
         "ratio_max": torch.where(mask, ratio, 0.0).max(),
     }
@@ -175,9 +175,9 @@ def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, kind: str) -> torc
     """Per-token estimate of KL(pi || ref) from tokens sampled from pi.
 
     With d = logps - ref_logps: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1. k1 and k3 are unbiased as *values*. As a
-    *loss* term, in expectation over on-policy tokens, k1 has no gradient at all, k2 has the gradient of KL(pi || ref),
-    and k3 that of KL(ref || pi). Multiplied by the token ratio, with its gradient, k3 has the gradient of
-    KL(pi || ref), also for tokens of an older policy.
+    *loss* term, in expectation over on-policy tokens, k1 has gradient 0, k2 that of KL(pi || ref), and k3 that of
+    KL(ref || pi). Multiplied by the differentiable token ratio, k3 has the gradient of KL(pi || ref), also for tokens
+    of an older policy.
 
     Args:
         logps: [B, C] fp32, log-probabilities under pi.
@@ -190,7 +190,7 @@ def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, kind: str) -> torc
     Raises:
         ValueError: another kind.
 
-    Source: arXiv 2402.03300, Eq. 4 is k3. d is held within +-20 before the exponential: value and gradient stay finite.
+    Source: arXiv 2402.03300, Eq. 4 is k3. d is clamped to +-20, so that value and gradient stay finite.
     """
     d = (logps.float() - ref_logps.float()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if kind == "k1":
@@ -205,8 +205,8 @@ def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, kind: str) -> torc
 def aggregate(values: torch.Tensor, mask: torch.Tensor, mode: str, denominator: float) -> torch.Tensor:
     """Sum of per-token values over a micro-batch, as its exact share of the minibatch mean.
 
-    The denominator belongs to the whole minibatch, over all micro-batches and ranks: then the shares add up to the same
-    loss however the minibatch is cut.
+    The denominator is that of the whole minibatch, over all micro-batches and ranks, so that the shares add up to the
+    same loss however the minibatch is split.
 
     Args:
         values: [B, C], one value per token.
@@ -229,7 +229,7 @@ def aggregate(values: torch.Tensor, mask: torch.Tensor, mode: str, denominator: 
 
 
 def weights(mask: torch.Tensor, mode: str, denominator: float) -> torch.Tensor:
-    """What every token's value counts in `aggregate`, for a loss that has to know it beforehand.
+    """Weight of every token in `aggregate`, for losses that need it in advance.
 
     Args:
         mask: [B, C], the tokens that count.
@@ -249,5 +249,5 @@ def weights(mask: torch.Tensor, mode: str, denominator: float) -> torch.Tensor:
 
 
 def _align(advantages: torch.Tensor, ratio: torch.Tensor) -> torch.Tensor:
-    """Advantages [B] as [B, 1] beside token ratios [B, C]."""
+    """Advantages [B] as [B, 1] for token ratios [B, C]."""
     return advantages[:, None] if advantages.dim() < ratio.dim() else advantages

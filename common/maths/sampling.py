@@ -1,4 +1,4 @@
-"""Drawing tokens: which distribution, which random numbers, and the log-probability of what was drawn.
+"""Sampling tokens: the distribution, the random numbers, and the log-probabilities of the samples.
 
 Dims: b sequences, V vocabulary, C new tokens.
 """
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
-BLOCK = 128  # tokens whose probabilities are summed first; a draw looks into one block only
-COLDEST = 1e-6  # a temperature at which one token has all of the probability already
-LOWEST = -1e30  # stands for minus infinity where that would give inf - inf
+BLOCK = 128  # tokens of a block; probabilities are summed by block, and a draw searches one block only
+COLDEST = 1e-6  # lowest temperature above 0; one token has all of the probability
+LOWEST = -1e30  # in place of minus infinity, where that would give inf - inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Sampling:
 
     Attributes:
         temperature: divides the logits; 0 takes the most likely token.
-        top_p: only the most likely tokens that together have this probability.
-        top_k: only this many of the most likely tokens; 0: all.
-        min_p: only tokens at least this fraction as likely as the most likely one.
+        top_p: keeps the most likely tokens up to this total probability.
+        top_k: keeps this many of the most likely tokens; 0: all.
+        min_p: keeps tokens at least this fraction as likely as the most likely one.
         min_new_tokens: no end token before this many tokens.
     """
 
@@ -51,7 +51,7 @@ def distribution(
     end_ids: torch.Tensor,
     suppressed_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Logits of the distribution drawn from: minus infinity where a token cannot be drawn.
+    """Logits of the distribution that tokens are drawn from: minus infinity for tokens that cannot be drawn.
 
     Args:
         logits: [b, V] fp32.
@@ -77,7 +77,7 @@ def distribution(
     if sampling.top_p < 1:
         ordered = logits.sort(descending=True).values
         probabilities = ordered.softmax(-1)
-        kept = probabilities.cumsum(-1) - probabilities < sampling.top_p  # the token that crosses the line is kept
+        kept = probabilities.cumsum(-1) - probabilities < sampling.top_p  # the token that crosses top_p is kept
         logits = logits.masked_fill(logits < ordered.masked_fill(~kept, torch.inf).amin(-1, keepdim=True), -torch.inf)
     if sampling.min_p > 0:
         logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(sampling.min_p), -torch.inf)
@@ -87,8 +87,8 @@ def distribution(
 def draw(logits: torch.Tensor, uniforms: torch.Tensor, greedy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws one token per row by inverting the cumulative distribution, and returns its log-probability.
 
-    One random number decides. First the block of `BLOCK` tokens is found, then the token in it. Sums over blocks are
-    fp64: in fp32 the sum over 150,000 tokens would lose the rare ones.
+    One random number selects first a block of `BLOCK` tokens, then a token in it. Sums over blocks are fp64: an fp32
+    sum over 150,000 tokens would lose the rare ones.
 
     Args:
         logits: [b, V] fp32, minus infinity for tokens that cannot be drawn.
@@ -99,7 +99,7 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor, greedy: bool = False) -> 
         Tokens [b] int64, and their log-probabilities [b] fp32 under the softmax of `logits`.
     """
     blocks = F.pad(logits, (0, -logits.shape[-1] % BLOCK), value=-torch.inf).view(len(logits), -1, BLOCK)
-    # each block against its own maximum, so that the vocabulary is read only once; one without any token sums to 0
+    # relative to the maximum of each block, so that the vocabulary is read only once; a block without tokens sums to 0
     tops = blocks.amax(-1)
     sums = (blocks - tops.clamp(min=LOWEST)[..., None]).exp().sum(-1)
     top = tops.amax(-1, keepdim=True)
@@ -112,10 +112,10 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor, greedy: bool = False) -> 
         inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK)).squeeze(1)
         inside = (inside - top).double().exp().cumsum(-1)
         before = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), 0.0)
-        # two orders of summing differ in the last bits: the last token of the block must not be passed
+        # two orders of summation differ in the last bits: the result must stay within the block
         threshold = torch.minimum(threshold - before, inside[:, -1:] * (1 - 2.0**-50))
         tokens = block * BLOCK + torch.searchsorted(inside, threshold, right=True)
-        # NaN would point behind the vocabulary, which a GPU answers by giving up the whole process
+        # NaN would index past the vocabulary, which on a GPU ends the process
         tokens = tokens.clamp(max=logits.shape[-1] - 1)
     logps = logits.gather(-1, tokens) - top - ends[:, -1:].log().float()
     return tokens.squeeze(-1), logps.squeeze(-1)
@@ -124,15 +124,15 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor, greedy: bool = False) -> 
 def uniforms(seed: int, step: int, prompt_numbers: Sequence[int], group_size: int, length: int) -> torch.Tensor:
     """Random numbers for every token of a rollout, one stream per prompt.
 
-    They are drawn on the CPU, so that every machine gets the same, and belong to a token's place, not to the order of
-    computation.
+    They are drawn on the CPU, so that all machines get the same, and depend on the position of a token, not on the
+    order of computation.
 
     Args:
         seed: of the run.
         step: of the run.
-        prompt_numbers: place of each prompt in the whole step's batch.
+        prompt_numbers: number of each prompt in the batch of the whole step.
         group_size: completions per prompt.
-        length: tokens per completion, at most.
+        length: maximum tokens per completion.
 
     Returns:
         [P * group_size, length] fp64, in [0, 1).

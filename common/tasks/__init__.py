@@ -1,4 +1,4 @@
-"""What is asked, and what an answer is worth: rows of data, the built-in task, answers, rewards, similarity.
+"""Tasks: rows of data, prompts, the built-in task, comparing answers, rewards, similarity of responses.
 
 May import: base, maths. Start with data.py (what a row is), then rewards.py (what a reward function is).
 """

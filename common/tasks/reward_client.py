@@ -1,11 +1,11 @@
-"""Rewards from a service behind HTTP, such as grpo/poster/reward_server.py: batches, retries, and no invented scores.
+"""Client of an HTTP reward service, such as grpo/poster/reward_server.py, with batches and retries.
 
-Asked:    POST /compute_reward_batch {"items": [{"id", "solution_str", "ground_truth", "extra_info"}, ...]}
-Answered: {"results": [{"id", "ok": true, "score", ...}, {"id", "ok": false, "error": {"code", "message", "retryable"}},
-          ...], "fingerprint": "..."}, one result per item, in order; numbers beside the score are reported as metrics
-Before:   GET /health answers 200 when the service is ready; GET /info holds its "fingerprint": whatever changes scores
-          changes it, and a run does not go on with another one.
-A score that the policy earned, 0 included, is a score. An item that the service could not score is NaN: it is left out.
+Request:  POST /compute_reward_batch {"items": [{"id", "solution_str", "ground_truth", "extra_info"}, ...]}
+Response: {"results": [{"id", "ok": true, "score", ...}, {"id", "ok": false, "error": {"code", "message", "retryable"}},
+          ...], "fingerprint": "..."}, one result per item, in order; other numbers of a result are reported as metrics
+Start:    GET /health answers 200 when the service is ready; GET /info returns its "fingerprint", which changes with
+          everything that changes scores. A run does not continue with another fingerprint.
+An item that the service could not score is NaN, never 0, and is left out.
 """
 
 import json
@@ -21,22 +21,22 @@ from common.base.checks import require
 from common.base.distributed import OutageError, print_main
 from common.base.service import PAUSES, Service
 
-BATCH_ITEMS = 32  # items of a request, at most
-BATCH_BYTES = 2**22  # and bytes: half of what the service takes
-ITEM_TRIES = 3  # for an item that the service calls retryable
-LEAST_SCORED = 0.75  # of a group: with fewer, its baseline would be of those that were easy to score
-MOST_LOST = 0.2  # of the items of a step: above, the service is as good as away
-FLAT_STEPS = 5  # calls in a row with equal scores, or with next to nothing that parses, before a warning
-LEAST_PARSED = 0.1  # share of completions
+BATCH_ITEMS = 32  # maximum items of a request
+BATCH_BYTES = 2**22  # maximum bytes of a request, half of what the service accepts
+ITEM_TRIES = 3  # for items with retryable errors
+LEAST_SCORED = 0.75  # minimum scored share of a group; below it the baseline is biased
+MOST_LOST = 0.2  # maximum unscored share of a step; above it the service counts as unavailable
+FLAT_STEPS = 5  # consecutive calls with equal scores, or with few completions that parse, before a warning
+LEAST_PARSED = 0.1  # minimum share of completions that parse
 MEND = "Mend the service, then run the same command: what was sampled is scored first"
-NOT_METRICS = ("id", "ok", "score", "ms", "service")  # the last is the name of the score among the metrics
+NOT_METRICS = ("id", "ok", "score", "ms", "service")  # "service" is the metric of the score
 
 
 class RewardService:
-    """A service that scores completions, for scripts with a `reward_url`.
+    """Scores completions with the service at a `reward_url`.
 
     Attributes:
-        fingerprint: of how it scores.
+        fingerprint: of everything that scores depend on.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class RewardService:
 
         Args:
             url: such as "http://127.0.0.1:8899".
-            timeout_s: seconds for the answer of one request.
-            patience_s: seconds that the service may stay away, now and later.
-            workers: requests in flight at a time.
-            token: of the service; by default that of the environment, RL_HAND_REWARD_TOKEN.
-            fingerprint: the one that a resumed run began with; None: any.
+            timeout_s: seconds for one request.
+            patience_s: seconds that the service may be unavailable, now and later.
+            workers: requests in flight.
+            token: of the service; default: RL_HAND_REWARD_TOKEN of the environment.
+            fingerprint: required one, of a resumed run; None: any.
 
         Raises:
             OutageError: the service did not become ready.
-            ValueError: it has no fingerprint, or another.
+            ValueError: its fingerprint is missing or another one.
         """
         token = os.environ.get("RL_HAND_REWARD_TOKEN", "") if token is None else token
         self.service = Service(url, token=token, timeout_s=timeout_s, patience_s=patience_s, workers=workers,
@@ -71,27 +71,27 @@ class RewardService:
         known = isinstance(found, str) and found != ""
         require(known, f"fingerprint of {url}: {found!r}", "must be text", "/info says what scores depend on")
         self.fingerprint = found if fingerprint is None else fingerprint
-        self._require_same(found)
-        self.service.on_recovery = self._check_same
+        self._require_fingerprint(found)
+        self.service.on_recovery = self._check_fingerprint
         self._flat, self._malformed = 0, 0
 
     def scores(
         self, completions: Sequence[str], answers: Sequence[str | None], columns: dict[str, list], group_size: int
     ) -> dict[str, tuple[list[float], float]]:
-        """Scores of completions, as `extra` of `rewards.score`.
+        """Scores of completions, for `extra` of `rewards.score`.
 
         Args:
-            completions: B texts, those of a prompt side by side.
-            answers: B ground truths: sent as the item's `ground_truth`.
-            columns: B values each; `extra_info` is sent if it is there, else all of them.
-            group_size: completions per prompt; of a group with fewer than 75 % scored, all become NaN.
+            completions: B texts, grouped by prompt.
+            answers: B ground truths, sent as `ground_truth`.
+            columns: B values each; the column `extra_info` is sent if it exists, else all columns.
+            group_size: completions per prompt; a group with fewer than 75 % scored becomes NaN.
 
         Returns:
-            "service": scores with weight 1; other numbers of the results by name, with weight 0. NaN: not scored.
+            "service": scores with weight 1; other numbers of the results by name, with weight 0. NaN = unscored.
 
         Raises:
-            OutageError: the service stayed away longer than the patience, failed, refused, answered what it must not,
-                scores in another way than before, or left more than a fifth unscored: the run can save and go on later.
+            OutageError: the service was unavailable for longer than the patience, failed, refused, sent an invalid
+                response or another fingerprint, or left more than a fifth unscored. The run can save and resume later.
             ValueError: a column cannot be sent.
         """
         items = [_item(row, *given, columns) for row, given in enumerate(zip(completions, answers, strict=True))]
@@ -99,14 +99,14 @@ class RewardService:
             results, failed = self._results(items)
         except OutageError:
             raise
-        except (RuntimeError, ValueError) as error:  # it is there, and of no use
+        except (RuntimeError, ValueError) as error:  # available, but unusable
             raise OutageError(f"{error}. {MEND}") from error
         if failed:
-            such = str(next(iter(failed.values())))
-            said = f"{len(failed)} of {len(items)} completions were not scored, such as: {such:.500}"
+            example = str(next(iter(failed.values())))
+            summary = f"{len(failed)} of {len(items)} completions were not scored, such as: {example:.500}"
             if len(failed) > MOST_LOST * len(items):
-                raise OutageError(f"{self.service.url}: {said}. {MEND}")
-            print_main(f"warning: {said}; they are left out")
+                raise OutageError(f"{self.service.url}: {summary}. {MEND}")
+            print_main(f"warning: {summary}; they are left out")
         values = [math.nan if result is None else float(result["score"]) for result in results]
         for start in range(0, len(values), group_size):
             group = values[start : start + group_size]
@@ -121,7 +121,7 @@ class RewardService:
         return named
 
     def _results(self, items: list[bytes]) -> tuple[list[dict[str, Any] | None], dict[int, Any]]:
-        """The result of each item, None where there is none after all tries; and the last error of those."""
+        """The result of each item, None if all tries failed, and the last error of each failed item."""
         results: list[dict[str, Any] | None] = [None] * len(items)
         failed: dict[int, Any] = {}
 
@@ -148,7 +148,7 @@ class RewardService:
         """The results of one request, checked."""
         url = self.service.url
         answer = _read(self.service.post("/compute_reward_batch", b'{"items":[' + b",".join(items) + b"]}"), url)
-        self._require_same(answer.get("fingerprint"))
+        self._require_fingerprint(answer.get("fingerprint"))
         results = answer.get("results")
         if not isinstance(results, list) or len(results) != len(items):
             got = f"{len(results)} results" if isinstance(results, list) else f"{results!r:.80}"
@@ -165,10 +165,10 @@ class RewardService:
                 raise RuntimeError(f"{url}: {result!r:.200}: must be ok with a score, or an error without one")
         return results
 
-    def _check_same(self) -> None:
-        self._require_same(_read(self.service.once("GET", "/info"), self.service.url).get("fingerprint"))
+    def _check_fingerprint(self) -> None:
+        self._require_fingerprint(_read(self.service.once("GET", "/info"), self.service.url).get("fingerprint"))
 
-    def _require_same(self, found: Any) -> None:
+    def _require_fingerprint(self, found: Any) -> None:
         require(
             found == self.fingerprint,
             f"the fingerprint of {self.service.url} is {found!r}",
@@ -177,7 +177,7 @@ class RewardService:
         )
 
     def _watch(self, named: dict[str, tuple[list[float], float]]) -> None:
-        """Points out, once, what has nothing to teach for some time."""
+        """Warns once if scores stay equal, or if few completions parse, for FLAT_STEPS calls."""
         known = [x for x in named["service"][0] if not math.isnan(x)]
         self._flat = self._flat + 1 if len(known) > 1 and max(known) - min(known) < 1e-6 else 0
         if self._flat == FLAT_STEPS:
@@ -202,7 +202,7 @@ def _item(row: int, completion: str, answer: str | None, columns: dict[str, list
 
 
 def _parts(sizes: list[int], rows: list[int]) -> list[list[int]]:
-    """Rows cut into requests."""
+    """Splits rows into requests."""
     parts: list[list[int]] = []
     total = BATCH_BYTES
     for row in rows:
@@ -225,11 +225,11 @@ def _read(body: bytes, url: str) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    # compared, not converted: an integer of JSON may be larger than any float
+    # compared, not converted: a JSON integer may be larger than any float
     return isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _number(result: dict[str, Any] | None, name: str) -> float:
-    """A number or truth value of a result; NaN for anything else."""
+    """A number or bool of a result; NaN for anything else."""
     value = None if result is None else result.get(name)
     return float(value) if isinstance(value, bool) or _is_number(value) else math.nan

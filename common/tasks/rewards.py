@@ -1,8 +1,8 @@
-"""Reward functions, and the checks on every value that comes back.
+"""Reward functions, and the checks on the values that they return.
 
-A reward function is `f(completions: list[str], answers: list[str], **columns: list) -> list[float]`, one value per
+A reward function is `f(completions: list[str], answers: list[str], **columns: list) -> list[float]`, with one value per
 completion. `columns` are the other columns of the data, and `completion_tokens`: sampled tokens per row, end token
-included. NaN means "this row cannot be scored": it is dropped from the loss and counted. Any other failure raises.
+included. NaN means that a row cannot be scored: it is dropped from the loss and counted. Any other failure raises.
 """
 
 import copy
@@ -43,10 +43,10 @@ def math_match(completions: list[str], answers: list[str], **columns: list) -> l
     Args:
         completions: B texts.
         answers: B gold answers; read where the column `accepted` holds None or is missing.
-        columns: `accepted`, if it is there, holds B lists of right answers, texts or numbers: matching one is enough.
+        columns: `accepted`, optional: B lists of right answers, texts or numbers, of which one has to match.
 
     Raises:
-        ValueError: `accepted` of a row is no list, is empty, or holds anything but texts and finite numbers.
+        ValueError: as in `any_answer_matches`.
     """
     accepted_B = columns.get("accepted", [None] * len(answers))
     values = []
@@ -67,14 +67,14 @@ def numeric_match(completions: list[str], answers: list[str], **columns: list) -
 
 
 def exact_match(completions: list[str], answers: list[str], **columns: list) -> list[float]:
-    """1 if the whole completion is the gold answer, apart from white space at both ends, else 0."""
+    """1 if the whole completion is the gold answer, except for white space at both ends, else 0."""
     return [float(text.strip() == answer.strip()) for text, answer in zip(completions, answers, strict=True)]
 
 
 def format_reward(completions: list[str], answers: list[str], **columns: list) -> list[float]:
-    """1 for <think>...</think> <answer>...</answer>, each tag once and nothing but white space around them, else 0.
+    """1 for <think>...</think> <answer>...</answer>, each tag once, with only white space around them, else 0.
 
-    A prompt that already opens <think> takes this reward away from every completion.
+    If the prompt already opens <think>, every completion gets 0.
     """
     pattern = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
     tags = ("<think>", "</think>", "<answer>", "</answer>")
@@ -82,15 +82,15 @@ def format_reward(completions: list[str], answers: list[str], **columns: list) -
 
 
 def length_reward(target: int, width: int | None = None, tokenizer: Any = None) -> Callable[..., list[float]]:
-    """Make a reward function that is 1 at `target` tokens and falls in a straight line to 0, `width` tokens away.
+    """Makes a reward function that is 1 at `target` tokens and falls linearly to 0 at a distance of `width` tokens.
 
     Args:
         target: best length in tokens, end token included.
-        width: distance from `target`, in tokens to either side, at which the reward reaches 0; default `target`.
+        width: distance from `target`, to either side, at which the reward reaches 0; default `target`.
         tokenizer: counts the tokens if the column `completion_tokens` is missing.
 
     Raises:
-        ValueError: target or width below 1 or not finite; when called, neither the column nor a tokenizer.
+        ValueError: target or width is below 1 or not finite; when called, there is neither the column nor a tokenizer.
     """
     width = target if width is None else width
     if not 1 <= target < math.inf or not 1 <= width < math.inf:
@@ -109,7 +109,7 @@ def length_reward(target: int, width: int | None = None, tokenizer: Any = None) 
 
 
 def overlong_penalty(lengths: torch.Tensor, max_new_tokens: int, cache: int) -> torch.Tensor:
-    """Soft penalty of long completions: 0 up to max_new_tokens - cache, then in a straight line to -1 at the limit.
+    """Soft penalty for long completions: 0 up to max_new_tokens - cache, then linearly down to -1 at the limit.
 
     Args:
         lengths: [B] int64, tokens sampled, end token included.
@@ -124,17 +124,14 @@ def overlong_penalty(lengths: torch.Tensor, max_new_tokens: int, cache: int) -> 
     return ((max_new_tokens - cache - lengths).float() / cache).clamp(-1.0, 0.0)
 
 
-# Scoring a batch
-
-
 @dataclass
 class Scored:
-    """What is known of completions once they are scored.
+    """Completions with their rewards.
 
     Attributes:
         completions: B texts.
         rewards: [B] fp32 on the CPU, NaN = unscored.
-        by_function: [B] fp32 of each reward function and reward model by name, unweighted.
+        by_function: unweighted values [B] fp32 of each reward function and reward model, by name.
     """
 
     completions: list[str]
@@ -146,7 +143,7 @@ class Scored:
 
         Args:
             rows: b row numbers.
-            other: of b completions, scored by the same functions.
+            other: b completions, scored by the same functions.
         """
         for row, completion in zip(rows, other.completions, strict=True):
             self.completions[row] = completion
@@ -162,7 +159,7 @@ def score(
     columns: Mapping[str, list],
     extra: Mapping[str, tuple[Any, float]] | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Call every reward function, check what it returns and add up the weighted values.
+    """Calls every reward function, checks its values and sums them with their weights.
 
     Args:
         functions: pairs (reward function, weight); weight 0 only reports.
@@ -172,11 +169,11 @@ def score(
         extra: scores of reward models by name, as pairs (B values, weight).
 
     Returns:
-        Weighted sum, fp32 [B], and the values by `__name__`, fp32 [B] each; on CPU, NaN = unscored.
+        Weighted sum, fp32 [B], and the values by `__name__`, fp32 [B] each; on the CPU, NaN = unscored.
 
     Raises:
-        ValueError: wrong number of values; a value, or the sum, that is no finite fp32 number; a name used twice;
-            nothing to score with.
+        ValueError: a wrong number of values; a value or sum that is not a finite fp32 number; a duplicate name; no
+            rewards.
         RuntimeError: a reward function raised or exited; the error is its cause.
     """
     rewards = [(getattr(function, "__name__", repr(function)), function, weight) for function, weight in functions]
@@ -206,17 +203,17 @@ def score(
 def _call(
     function: Callable[..., Any], name: str, completions: list[str], answers: list[str], columns: Mapping[str, list]
 ) -> Any:
-    # Copies: the lists are logged and given to the next function, their values come back in the next epoch.
-    own = {key: [copy.deepcopy(x) if isinstance(x, (list, dict)) else x for x in xs] for key, xs in columns.items()}
+    # Copies, because a function may change them: they are logged, passed to the next function, and used again.
+    copies = {key: [copy.deepcopy(x) if isinstance(x, (list, dict)) else x for x in xs] for key, xs in columns.items()}
     try:
-        return function(list(completions), list(answers), **own)
-    except (Exception, SystemExit) as error:  # SystemExit: it would end the run as if all were well
+        return function(list(completions), list(answers), **copies)
+    except (Exception, SystemExit) as error:  # SystemExit would end the run without an error
         rows = f"rows 0 to {len(completions) - 1}"
         raise RuntimeError(f"reward {name} raised {type(error).__name__} on {rows}: {error}") from error
 
 
 def _checked(name: str, values: Any, completions: list[str]) -> torch.Tensor:
-    """Values of one reward as fp32 [B] on CPU, or a ValueError that names the reward and the row."""
+    """Values of one reward as fp32 [B] on the CPU; raises a ValueError that names the reward and the row."""
     values = values.tolist() if hasattr(values, "tolist") else values  # a tensor or an array
     if not isinstance(values, (list, tuple)) or len(values) != len(completions):
         got = f"{len(values)} values" if isinstance(values, (list, tuple)) else f"one {type(values).__name__}"

@@ -16,12 +16,12 @@ from common.base.distributed import print_main
 from common.maths.advantages import group_advantages
 
 NUM_CALIBRATION = 5  # batches that set an automatic threshold
-QUANTILE = 0.7  # of a batch's cosines: about a third of the pairs are alike at an automatic threshold
+QUANTILE = 0.7  # of a batch's cosines: at an automatic threshold, about a third of the pairs are alike
 TOLERANCE = 5e-7  # of a cosine; embeddings are fp32, so equal directions differ by 1e-7
 
 
-# Clusters of the responses to one prompt. Rows go in an order of their own before anything is computed, since rounding
-# in a matrix product and the choice between equal distances depend on the place of a row.
+# Rows are sorted before clustering, because rounding in a matrix product and the choice between equal distances depend
+# on their order.
 
 
 def cosines(embeddings: torch.Tensor) -> torch.Tensor:
@@ -31,7 +31,7 @@ def cosines(embeddings: torch.Tensor) -> torch.Tensor:
         embeddings: [n, D] or [P, G, D], any float dtype, of any length.
 
     Returns:
-        [n, n] or [P, G, G] fp32 on the CPU. A zero vector has 0 with all others and 1 with itself.
+        [n, n] or [P, G, G] fp32 on the CPU. A zero vector has cosine 0 with all others and 1 with itself.
 
     Raises:
         FloatingPointError: an embedding is not finite.
@@ -47,14 +47,14 @@ def cosines(embeddings: torch.Tensor) -> torch.Tensor:
 
 
 def cluster(embeddings: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Complete linkage: two clusters become one while every pair across them has a cosine of at least the threshold.
+    """Complete linkage: merges two clusters if every pair across them has a cosine of at least the threshold.
 
     Args:
         embeddings: [n, D]. A zero vector is a cluster of its own.
-        threshold: cosine; above 1 each response is a cluster of its own, from -1 down all but the zero vectors are one.
+        threshold: cosine; above 1 no responses are merged, at -1 and below all but the zero vectors are.
 
     Returns:
-        [n] int64, numbers from 0 in the order of first appearance.
+        [n] int64, numbered from 0 in order of first appearance.
 
     Raises:
         ValueError: the threshold is NaN.
@@ -69,21 +69,21 @@ def cluster(embeddings: torch.Tensor, threshold: float) -> torch.Tensor:
         if len(distinct) > 1:
             tree = linkage(squareform(1.0 - distinct, checks=False), "complete")
             found = fcluster(tree, 1.0 - threshold + TOLERANCE, "distance")
-        # a zero vector, at distance 1 from all, joins no clusters that would not have been joined without it
+        # a zero vector has distance 1 from all, so that no clusters are merged because of it
         groups = np.where(zero, -1 - groups, found[places])
     return _numbered(groups)
 
 
 def cluster_by_silhouette(embeddings: torch.Tensor, max_clusters: int = 7, min_silhouette: float = 0.1) -> torch.Tensor:
-    """Average linkage over 1 - cosine, cut into the number of clusters that has the best mean silhouette.
+    """Average linkage over 1 - cosine, with the number of clusters that has the best mean silhouette.
 
     Args:
         embeddings: [n, D]. Zero vectors are alike, and at distance 1 from all others.
-        max_clusters: largest number tried; of equally good numbers the smaller one is taken.
-        min_silhouette: below this mean silhouette, -1 to 1, all responses are one cluster; so they are for n < 3.
+        max_clusters: largest number of clusters tried; ties go to the smaller number.
+        min_silhouette: below this mean silhouette, -1 to 1, all responses are one cluster, as they are for n < 3.
 
     Returns:
-        [n] int64, numbers from 0 in the order of first appearance.
+        [n] int64, numbered from 0 in order of first appearance.
 
     Raises:
         FloatingPointError: an embedding is not finite.
@@ -93,14 +93,14 @@ def cluster_by_silhouette(embeddings: torch.Tensor, max_clusters: int = 7, min_s
     distinct, places, _ = _distinct(embeddings)
     order = np.argsort(places, kind="stable")
     distances = 1.0 - distinct[places[order]][:, places[order]]
-    distances[distances < TOLERANCE] = 0.0  # the silhouettes of rounding errors can be excellent
+    distances[distances < TOLERANCE] = 0.0  # rounding errors can have excellent silhouettes
     groups, best = np.zeros(len(places), dtype=np.int64), -math.inf
     if len(places) < 3 or not distances.any():
         return _numbered(groups)
     tree = linkage(squareform(distances, checks=False), "average")
     for k in range(2, min(max_clusters, len(places) - 1) + 1):
         found = fcluster(tree, k, "maxclust")
-        if found.max() < k:  # it does not cut between equal distances: this is a smaller k again
+        if found.max() < k:  # equal distances are not cut apart: this is a smaller k again
             continue
         silhouette = silhouette_score(distances, found, metric="precomputed")
         if silhouette >= min_silhouette and silhouette > best + 1e-9:
@@ -109,11 +109,11 @@ def cluster_by_silhouette(embeddings: torch.Tensor, max_clusters: int = 7, min_s
 
 
 def cluster_groups(embeddings: torch.Tensor, rewards: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Clusters of the positive responses to each prompt, see `cluster`.
+    """Clusters the positive responses to each prompt, see `cluster`.
 
     Args:
         embeddings: [P, G, D].
-        rewards: [P, G]; NaN marks a completion that was not scored.
+        rewards: [P, G]; NaN = unscored.
         threshold: cosine.
 
     Returns:
@@ -126,35 +126,35 @@ def cluster_groups(embeddings: torch.Tensor, rewards: torch.Tensor, threshold: f
 
 
 def cluster_stats(labels: torch.Tensor, cosines: torch.Tensor) -> dict[str, float]:
-    """What is logged about the clusters of a batch.
+    """Metrics of the clusters of a batch.
 
     Args:
         labels: [P, G]; -1 for rows that are in no cluster.
         cosines: [P, G, G], see `cosines`.
 
     Returns:
-        Means over prompts: `clusters` (number), `singletons` (share of the labelled rows that are alone in their
-        cluster), `effective_clusters` (exp of the entropy, in nats, of the clusters' shares), the last two over prompts
-        with labelled rows; `cosine` (mean over the pairs of a group). NaN where there is nothing to average.
+        Means over prompts: `clusters` (number) and `cosine` (mean over the pairs of a group); over prompts with
+        labelled rows, `singletons` (share of labelled rows that are alone in their cluster) and `effective_clusters`
+        (exp of the entropy, in nats, of the clusters' shares). NaN without values.
     """
     sizes, labelled = _sizes(labels, labels >= 0).double(), labels >= 0
     count = labelled.sum(-1)
-    some = count > 0
+    any_labelled = count > 0
     # each row adds 1 / size to the number of clusters, and log(count / size) / count to the entropy
     clusters = torch.where(labelled, 1.0 / sizes, 0.0).sum(-1).round()
-    alone = (labelled & (sizes == 1)).sum(-1)[some] / count[some]
-    entropy = torch.where(labelled, (count[:, None] / sizes).log(), 0.0).sum(-1)[some] / count[some]
+    alone = (labelled & (sizes == 1)).sum(-1)[any_labelled] / count[any_labelled]
+    entropy = torch.where(labelled, (count[:, None] / sizes).log(), 0.0).sum(-1)[any_labelled] / count[any_labelled]
     values = {"clusters": clusters, "singletons": alone, "effective_clusters": entropy.exp(), "cosine": _pairs(cosines)}
     return {name: value.double().mean().item() for name, value in values.items()}
 
 
 class Threshold:
-    """The cosine from which two responses count as alike: a number, or set by the first batches.
+    """The cosine at which two responses count as alike: a number, or calibrated on the first batches.
 
     Args:
-        tau: the number, also as text, or "auto": the mean, over the batches so far, of the 0.7 quantile of the cosines
-            within groups; after 5 batches it stays.
-        quantiles: state of an automatic threshold, as saved with a checkpoint; `self.quantiles` afterwards.
+        tau: a number, also as text, or "auto": the mean, over the first 5 batches, of the 0.7 quantile of the cosines
+            within groups.
+        quantiles: `self.quantiles` from a checkpoint, the state of an automatic threshold.
 
     Raises:
         ValueError: another tau.
@@ -168,24 +168,24 @@ class Threshold:
         if self.tau != "auto" and not math.isfinite(self.tau):
             raise ValueError(f"similarity_threshold = {tau!r}: must be a cosine, such as 0.9, or 'auto'")
         self.quantiles = list(quantiles)
-        self._silent: set[str] = set()
+        self._warned: set[str] = set()
 
     def __call__(self, cosines: torch.Tensor) -> float:
         """The threshold for this batch.
 
         Args:
-            cosines: [P, G, G] of the whole batch: with several ranks, of all of them, or each has its own threshold.
-                Without pairs, in groups of 1, an automatic threshold stays what it was, at first 1.
+            cosines: [P, G, G] of the whole batch, gathered from all ranks, so that they share one threshold. Groups of
+                1 have no pairs and leave an automatic threshold unchanged, at first 1.
         """
         if self.tau != "auto":
             return float(self.tau)
         pairs = _pairs(cosines).flatten().double().numpy()
         if len(self.quantiles) < NUM_CALIBRATION and len(pairs):
-            self.quantiles.append(float(np.quantile(pairs, QUANTILE)))  # torch's takes 2^24 numbers at most
+            self.quantiles.append(float(np.quantile(pairs, QUANTILE)))  # torch.quantile takes at most 2^24 values
         return sum(self.quantiles) / len(self.quantiles) if self.quantiles else 1.0
 
     def warn(self, labels: torch.Tensor, rewards: torch.Tensor) -> None:
-        """Says, once each, that the threshold makes no difference between responses.
+        """Warns, once each, if the threshold separates all responses or none.
 
         Args:
             labels: [P, G].
@@ -198,24 +198,23 @@ class Threshold:
         if not counted.any():
             return
         if np.median((clusters / positives)[counted].numpy()) == 1:
-            self._say("has as many clusters as positive responses: this is plain GRPO; lower similarity_threshold")
+            self._warn_about(
+                "has as many clusters as positive responses: this is plain GRPO; lower similarity_threshold"
+            )
         if np.median(clusters[counted].numpy()) == 1:
-            self._say("has 1 cluster: a per-prompt factor only; raise similarity_threshold")
+            self._warn_about("has 1 cluster: a per-prompt factor only; raise similarity_threshold")
 
-    def _say(self, what: str) -> None:
-        if what not in self._silent:
+    def _warn_about(self, what: str) -> None:
+        if what not in self._warned:
             print_main(f"warning: the median group {what}")
-        self._silent.add(what)
-
-
-# Clusters in rewards and advantages
+        self._warned.add(what)
 
 
 def group_rewards(rewards: torch.Tensor, labels: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Positive rewards, divided by a power of how many responses were right in the same way.
+    """Divides positive rewards by a power of the size of their cluster.
 
     Args:
-        rewards: [n] or [P, G]; NaN marks a completion that was not scored.
+        rewards: [n] or [P, G]; NaN = unscored.
         labels: same shape; -1 for rows that are in no cluster.
         alpha: r becomes r x size^-alpha, where size counts the cluster's members with a positive reward; 0 changes
             nothing.
@@ -223,14 +222,14 @@ def group_rewards(rewards: torch.Tensor, labels: torch.Tensor, alpha: float) -> 
     Returns:
         Same shape and dtype; rewards that are not positive are unchanged, NaN included.
 
-    Source: none; arXiv 2509.02534 (DARLING) and arXiv 2601.08763 (UARL) are close.
+    Source: none; similar to arXiv 2509.02534 (DARLING) and arXiv 2601.08763 (UARL).
     """
     positive = rewards > 0
     return torch.where(positive, rewards * _sizes(labels, positive).to(rewards.dtype).pow(-alpha), rewards)
 
 
 def reweight(advantages: torch.Tensor, labels: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Positive advantages, moved from large clusters to small ones; their sum in each row stays.
+    """Shifts positive advantages from large clusters to small ones; their sum in each row is kept.
 
     Args:
         advantages: [P, G] fp32.
@@ -246,35 +245,35 @@ def reweight(advantages: torch.Tensor, labels: torch.Tensor, alpha: float) -> to
     positive = advantages > 0
     kept = torch.where(positive, advantages, 0.0)
     weighted = kept * _sizes(labels, positive).to(kept.dtype).pow(-alpha)
-    z = kept.sum(-1, keepdim=True) / weighted.sum(-1, keepdim=True)  # NaN in rows without a positive one: not read
+    z = kept.sum(-1, keepdim=True) / weighted.sum(-1, keepdim=True)  # NaN, but unused, in rows without positive ones
     return torch.where(positive, z * weighted, advantages)
 
 
 def dra(rewards: torch.Tensor, cosines: torch.Tensor) -> torch.Tensor:
-    """Positive rewards, divided by how much of them the other responses to the prompt repeat.
+    """Divides positive rewards by the redundancy of the response in its group.
 
     Args:
-        rewards: [P, G]; NaN marks a completion that was not scored.
+        rewards: [P, G]; NaN = unscored.
         cosines: [P, G, G], see `cosines`; negative ones count as 0.
 
     Returns:
-        [P, G]: r_i / (1 + sum of the cosines with the others). Rewards that are not positive are unchanged: divided, a
-        negative one would be better for being repeated.
+        [P, G]: r_i / (1 + sum of the cosines with the others). Other rewards are unchanged, or repetition would improve
+        negative ones.
 
-    Source: arXiv 2505.09655 (DRA-GRPO). Its code adds up the cosines over the batch of a device, not over the group.
+    Source: arXiv 2505.09655 (DRA-GRPO). Its code sums the cosines over the batch of a device, not over the group.
     """
     others = cosines.clamp(min=0) * (1 - torch.eye(cosines.shape[-1]))
     return torch.where(rewards > 0, rewards / (1 + others.sum(-1)), rewards)
 
 
 def within(rewards: torch.Tensor, labels: torch.Tensor, kappa: float, singletons: str) -> torch.Tensor:
-    """Advantages inside the cluster of a response, shrunk towards those of its whole group.
+    """Advantages within the cluster of a response, shrunk towards those within its group.
 
     Args:
-        rewards: [P, G]; NaN marks a completion that was not scored.
-        labels: [P, G]; -1 for rows that are in no cluster: their advantage is that of the group.
-        kappa: the inside has weight m / (m + kappa) with m scored members; 0 is the inside alone, inf plain GRPO.
-        singletons: the inside of a cluster with one scored member: "zero", or "group" (plain GRPO).
+        rewards: [P, G]; NaN = unscored.
+        labels: [P, G]; -1 for rows that are in no cluster, which get the advantage within the group.
+        kappa: the advantage within a cluster of m scored members has weight m / (m + kappa); inf is plain GRPO.
+        singletons: advantage within a cluster of one scored member: "zero", or "group" (plain GRPO).
 
     Returns:
         [P, G] fp32; 0 for unscored completions.
@@ -282,7 +281,7 @@ def within(rewards: torch.Tensor, labels: torch.Tensor, kappa: float, singletons
     Raises:
         ValueError: another value of `singletons`, or kappa below 0.
 
-    Source: none. Inside and group are `common.maths.advantages.group_advantages`.
+    Source: none. Both advantages come from `common.maths.advantages.group_advantages`.
     """
     if singletons not in ("zero", "group") or not kappa >= 0:
         raise ValueError(f"kappa = {kappa}, singletons = {singletons!r}: must be at least 0, and one of zero, group")
@@ -298,9 +297,6 @@ def within(rewards: torch.Tensor, labels: torch.Tensor, kappa: float, singletons
     return torch.lerp(plain, inside, sizes / (sizes + kappa))
 
 
-# Helpers
-
-
 def _sizes(labels: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     """Number of counted rows in the cluster of each row, at least 1; a row in no cluster is alone."""
     if labels.shape != counted.shape:
@@ -310,17 +306,17 @@ def _sizes(labels: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
 
 
 def _pairs(cosines: torch.Tensor) -> torch.Tensor:
-    """[P, G, G] to [P, G (G - 1) / 2]: each pair of a group once."""
+    """Each pair of a group once: [P, G, G] to [P, G (G - 1) / 2]."""
     i, j = torch.triu_indices(cosines.shape[-1], cosines.shape[-1], 1)
     return cosines[:, i, j]
 
 
 def _distinct(embeddings: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cosines of the m distinct rows, fp64 [m, m], in an order that is the same however the rows came.
+    """Cosines of the m distinct rows, fp64 [m, m], in an order that does not depend on that of the rows.
 
-    Also returned: the place of each row among them, int64 [n], and which rows are zero vectors, bool [n].
+    Also returns the index of each row among them, int64 [n], and which rows are zero vectors, bool [n].
     """
-    rows = embeddings.detach().cpu().double().numpy() + 0.0  # makes 0 of -0: equal rows must have equal bytes
+    rows = embeddings.detach().cpu().double().numpy() + 0.0  # turns -0 into 0: equal rows must have equal bytes
     if not np.isfinite(rows).all():
         bad = int(np.flatnonzero(~np.isfinite(rows).all(-1))[0])
         raise FloatingPointError(f"embedding of row {bad} is not finite: check the embedding model")
@@ -337,6 +333,6 @@ def _distinct(embeddings: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def _numbered(groups: Iterable[Any]) -> torch.Tensor:
-    """[n] int64: numbers from 0 in the order in which the groups appear."""
+    """[n] int64: numbered from 0 in order of first appearance."""
     numbers: dict[Any, int] = {}
     return torch.tensor([numbers.setdefault(group, len(numbers)) for group in groups], dtype=torch.int64)

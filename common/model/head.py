@@ -126,7 +126,7 @@ def operand(weight: torch.Tensor) -> torch.Tensor:
 def project(
     hidden_nH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, softcap: float | None
 ) -> torch.Tensor:
-    """Logits [n, V] in fp32; `weight_VH` comes from `operand`."""
+    """Logits [n, V] in fp32; a weight from `operand` is not cast again."""
     logits_nV = mm(hidden_nH, weight_VH.t())
     if bias_V is not None:
         logits_nV += bias_V
@@ -275,8 +275,8 @@ class _FrozenHead(torch.autograd.Function):
             lse_n = stats[-1][2]
             factor_n = torch.full_like(lse_n, LARGEST_GRADIENT)
             grad_nV = steps.logit_gradient(logits_nV, operand_VH.dtype, ids_n, lse_n, factor_n)
-            jacobian_nH = mm(grad_nV, operand_VH).div_(LARGEST_GRADIENT * steps.temperature)
-            jacobian.append(jacobian_nH.to(hidden_NH.dtype))
+            jacobian_nH = mm(grad_nV, operand_VH).div_(LARGEST_GRADIENT * steps.temperature).to(hidden_NH.dtype)
+            jacobian.append(jacobian_nH)
             del logits_nV, grad_nV  # frees both before the next chunk
         logps_N, entropy_N, _ = (torch.cat(parts) for parts in zip(*stats, strict=True))
         ctx.save_for_backward(torch.cat(jacobian))

@@ -1,11 +1,11 @@
-"""The built-in policy and task: a small decoder that sorts five digits, so every script runs with nothing to download.
+"""The built-in task and policy: a small decoder that sorts five digits, so that every script runs without downloads.
 
-Task: the prompt "sort 7 3 1 9 4" has the answer "13479", one number that a reward function can check.
-Policy: an ordinary transformers folder of 1.0 M parameters. Its warm start imitates demonstrations of which 7 in 16
-sort upwards and 9 in 16 downwards, so that sampled at temperature 1 it is right about 3 times in 10. Only the reward
-says which direction is wanted: RL has to turn the policy round and then to make it precise.
-Teacher: a larger one for distillation, 1.7 M parameters. It has seen upward demonstrations only, and is right 98 times
-in 100.
+Task:    the prompt "sort 7 3 1 9 4" has the answer "13479", a number that a reward function can check.
+Policy:  an ordinary transformers folder with 1.0 M parameters. It is trained on demonstrations of which 7 in 16 sort
+         upwards and 9 in 16 downwards, so that samples at temperature 1 are right about 3 times in 10. Only the reward
+         tells the direction: RL has to reverse the policy's preference, and then make it precise.
+Teacher: a larger model for distillation, 1.7 M parameters, trained on upward demonstrations only; right 98 times in
+         100.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-NUM_DIGITS = 5  # digits of one prompt, all different and none zero: an answer has no leading zero and no ties
+NUM_DIGITS = 5  # of a prompt; they differ and exclude zero, so that answers have no ties and no leading zero
 NUM_ROWS = {"train": 4096, "test": 256}
 
 SPECIALS = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>"]
@@ -40,7 +40,7 @@ MAX_GRAD_NORM = 1.0
 
 
 def rows(split: str) -> list[dict[str, str]]:
-    """Return the prompts and answers of one split; the splits share no prompt and never change.
+    """Returns the prompts and answers of one split; splits share no prompt and never change.
 
     Args:
         split: "train" (4096 rows) or "test" (256 rows).
@@ -60,10 +60,10 @@ def rows(split: str) -> list[dict[str, str]]:
 
 
 def folder(name: str = "toy") -> Path:
-    """Return the folder of a built-in model; the first call trains it (about 10 s on one core).
+    """Returns the folder of a built-in model; the first call trains it (about 10 s on one core).
 
-    The cache is `$RL_HAND_CACHE`, or `~/.cache/rl_hand`. Several processes may call this at once: each one builds
-    in a folder of its own, the first to finish gives it the final name, and all of them return that one.
+    The cache is `$RL_HAND_CACHE`, or `~/.cache/rl_hand`. Processes may call this concurrently: each builds in a
+    temporary folder, the first to finish renames it, and all return that one.
 
     Args:
         name: "toy", the policy, or "toy-teacher".
@@ -72,7 +72,7 @@ def folder(name: str = "toy") -> Path:
         A folder for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`.
     """
     cache = Path(os.environ.get("RL_HAND_CACHE") or "~/.cache/rl_hand").expanduser()
-    # The name is a hash of this file: after any change to the recipe, an older policy is not found.
+    # The name holds a hash of this file, so that a model of another recipe is never used.
     target = cache / f"{name}-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]}"
     if target.is_dir():
         return target
@@ -86,18 +86,18 @@ def folder(name: str = "toy") -> Path:
         tokenizer.save_pretrained(unfinished)
         try:
             unfinished.rename(target)
-        except OSError:  # another process was first, which is as good; anything else is a real error
+        except OSError:  # fine if another process was first
             if not target.is_dir():
                 raise
     return target
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer by word and character: decoding gives the text back, apart from unknown characters."""
+    """A tokenizer by word and character; decoding restores the text, except for unknown characters."""
     vocabulary = {token: index for index, token in enumerate(SPECIALS + WORDS + CHARACTERS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*WORDS, r"[\s\S]"])), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()  # without it, decoding puts a space between any two tokens
+    tokenizer.decoder = decoders.Fuse()  # without it, decoding joins tokens with spaces
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
@@ -120,7 +120,7 @@ def _warm_started(
     upwards: int,
     downwards: int,
 ) -> LlamaForCausalLM:
-    """Train a new model on the demonstrations, cross-entropy over the answer and its end token only."""
+    """Trains a new model on the demonstrations, with cross-entropy over the answer and its end token."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -139,7 +139,7 @@ def _warm_started(
         policy = LlamaForCausalLM(config)
         optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
         for step in range(steps):
-            # 10 steps up, level, then linearly to 0 over the second half
+            # warm-up over 10 steps, constant, then linear decay to 0 over the second half
             optimizer.param_groups[0]["lr"] = learning_rate * min(1, (step + 1) / 10, 2 - 2 * step / steps)
             texts = []
             for index, row in enumerate(rng.sample(demonstrations, upwards + downwards)):
@@ -147,7 +147,7 @@ def _warm_started(
                 prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
                 answer = row["answer"] if index < upwards else row["answer"][::-1]
                 texts.append(prompt + answer + tokenizer.eos_token)
-            ids = tokenizer(texts, return_tensors="pt").input_ids  # all texts have one length: no padding
+            ids = tokenizer(texts, return_tensors="pt").input_ids  # of equal length: no padding
             labels = ids.clone()
             labels[:, : -(NUM_DIGITS + 1)] = -100  # the prompt
             policy(input_ids=ids, labels=labels).loss.backward()
@@ -159,12 +159,12 @@ def _warm_started(
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Train reproducibly inside, and leave the caller's random state, thread count and gradient mode as they were."""
+    """Makes training reproducible, and restores the caller's random state, thread count and gradient mode."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # at this size more threads gain little, and on busy cores they wait for each other
+    torch.set_num_threads(1)  # more threads gain little at this size, and may have to wait for a core
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            torch.default_generator.manual_seed(SEED)  # torch.manual_seed would reseed the GPUs as well
+            torch.default_generator.manual_seed(SEED)  # torch.manual_seed would also seed the GPUs
             yield
     finally:
         torch.set_num_threads(threads)

@@ -26,7 +26,7 @@ from common.maths import sampling
 from common.maths.sampling import Sampling
 from common.model import attention
 from common.model.images import Images, is_vlm
-from common.model.logprobs import learned_places
+from common.model.logprobs import learned_positions
 
 
 class Sampler:
@@ -191,7 +191,7 @@ class Sampler:
         places = getattr(self.replicas[0].config.get_text_config(), "max_position_embeddings", None)
         if places is None or longest <= places or self.said_places:
             return
-        rotary = learned_places(self.replicas[0]) is None
+        rotary = learned_positions(self.replicas[0]) is None
         what = f"sequences of up to {longest} tokens (prompt and max_new_tokens)"
         # an embedding read behind its end would be an IndexError, and on a GPU the end of the process
         require(rotary, what, f"the policy has {places} positions", "lower max_prompt_tokens or max_new_tokens")

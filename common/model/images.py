@@ -240,8 +240,8 @@ class Images:
             grids = torch.empty(0, 3, dtype=torch.long)
             patches = torch.empty(0)
             if own:
-                given = processor.image_processor(images=list(own), return_tensors="pt")
-                patches, grids = given["pixel_values"], given["image_grid_thw"]
+                encoded = processor.image_processor(images=list(own), return_tensors="pt")
+                patches, grids = encoded["pixel_values"], encoded["image_grid_thw"]
             try:
                 place_4Q, end = positions(ids, (grids // torch.tensor([1, merge, merge])).tolist(), model.config)
             except ValueError as error:
@@ -355,7 +355,7 @@ class Images:
             model: the policy.
             ids: [m, T] int64, or the same tokens in another shape, such as [1, M].
             rows: row number of each token, of a shape that broadcasts to that of `ids`; ascending.
-            place: position of each token in its row, likewise; negative: padding.
+            place: position of each token in its row, of such a shape too; negative: padding.
         """
         device = ids.device
         used = self.prompts.tolist()
@@ -366,16 +366,16 @@ class Images:
         in_prompt = place < lengths[rows]  # positions after the prompt count up from its end
         *where, is_image = table[:, rows, place.clamp(0, table.shape[2] - 1)]
         position_ids = torch.where(in_prompt, torch.stack(where), place - lengths[rows] + ends[rows])
-        given = {"position_ids": position_ids.clamp(min=0)}
+        kwargs = {"position_ids": position_ids.clamp(min=0)}
         embeddings = model.get_input_embeddings()(ids)
         features_NDH = torch.cat([self.features[p] for p in used]).to(embeddings.dtype)
         is_image = is_image.bool() & in_prompt & (place >= 0)
         if len(features_NDH):
             embeddings = embeddings.masked_scatter(is_image[..., None], features_NDH[:, 0])
             if features_NDH.shape[1] > 1:
-                given["visual_pos_masks"] = is_image
-                given["deepstack_visual_embeds"] = list(features_NDH[:, 1:].unbind(1))
-        return given | {"inputs_embeds": embeddings}
+                kwargs["visual_pos_masks"] = is_image
+                kwargs["deepstack_visual_embeds"] = list(features_NDH[:, 1:].unbind(1))
+        return kwargs | {"inputs_embeds": embeddings}
 
 
 def join(parts: Sequence[Images]) -> Images:
@@ -442,8 +442,8 @@ def _features(model: nn.Module, patches: torch.Tensor, grids: torch.Tensor) -> t
     if not len(grids):
         width = model.get_input_embeddings().weight.shape[1]
         return torch.empty(0, levels, width, dtype=visual.dtype, device=visual.device)
-    given = visual(patches.to(visual.device, visual.dtype), grid_thw=grids.to(visual.device), return_dict=True)
-    return torch.stack([given.pooler_output, *(getattr(given, "deepstack_features", None) or ())], dim=1)
+    output = visual(patches.to(visual.device, visual.dtype), grid_thw=grids.to(visual.device), return_dict=True)
+    return torch.stack([output.pooler_output, *(getattr(output, "deepstack_features", None) or ())], dim=1)
 
 
 def _compact(images: Images) -> Images:

@@ -24,21 +24,22 @@ FORWARD_FACTOR = 4  # a forward pass without gradients takes this many times the
 
 
 def _rows(lengths_m: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row of each of `total` tokens of m sequences, and its position in the row."""
+    """Row and position in the row of each of `total` tokens of m sequences, [total] int64 both."""
     device = lengths_m.device
     row_N = torch.arange(len(lengths_m), device=device).repeat_interleave(lengths_m, output_size=total)
-    begin_m = lengths_m.cumsum(0) - lengths_m
-    return row_N, torch.arange(total, device=device) - begin_m[row_N]
+    start_m = lengths_m.cumsum(0) - lengths_m
+    return row_N, torch.arange(total, device=device) - start_m[row_N]
 
 
-def learned_places(model: nn.Module) -> int | None:
+def learned_positions(model: nn.Module) -> int | None:
     """Number of learned positions, which limits the length of a sequence; None for a model with rotary positions.
 
     Args:
         model: a transformers causal language model, wrapped by peft or not.
     """
-    places = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return None if any("rotary" in type(module).__name__.lower() for module in model.modules()) else places
+    if any("rotary" in type(module).__name__.lower() for module in model.modules()):
+        return None
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 class LogProbs(nn.Module):
@@ -84,7 +85,7 @@ class LogProbs(nn.Module):
         self.suppressed_ids = torch.tensor(list(suppressed_ids), device=head.weight.device) if suppressed_ids else None
         support = attention.install(model)
         self.packed = not support.reason
-        self.window, self.places = support.window, learned_places(model)
+        self.window, self.max_positions = support.window, learned_positions(model)
         # on a CPU, compiling takes a C++ compiler and a minute, and gains little
         self.compiled = compile and head.weight.is_cuda
         if self.compiled:
@@ -117,14 +118,14 @@ class LogProbs(nn.Module):
         Returns:
             Log-probabilities [m, C] and entropies [m, C], fp32, nats, 0 where masked.
         """
-        hidden_NH, place = self.states(prompt_ids, prompt_mask, completion_ids, completion_mask, images)
+        hidden_NH, index = self.states(prompt_ids, prompt_mask, completion_ids, completion_mask, images)
         device = completion_ids.device
         head_device = self.model.get_output_embeddings().weight.device  # another one if the model is spread over GPUs
         suppressed = None if self.suppressed_ids is None else self.suppressed_ids.to(head_device)
         options = self.temperature, self.compiled, self.train_entropy, suppressed
-        values = token_logps(self.model, hidden_NH.to(head_device), completion_ids[place].to(head_device), *options)
+        values = token_logps(self.model, hidden_NH.to(head_device), completion_ids[index].to(head_device), *options)
         zeros_mC = torch.zeros(completion_ids.shape, device=device)
-        logps_mC, entropy_mC = (zeros_mC.index_put(place, values_N.to(device)) for values_N in values)
+        logps_mC, entropy_mC = (zeros_mC.index_put(index, values_N.to(device)) for values_N in values)
         return logps_mC, entropy_mC
 
     def states(
@@ -135,7 +136,7 @@ class LogProbs(nn.Module):
         completion_mask: torch.Tensor,
         images: Images | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """The last hidden states that predict the completion tokens.
+        """The hidden states that predict the completion tokens, from the last decoder layer.
 
         Args:
             prompt_ids: as in `forward`.
@@ -151,13 +152,13 @@ class LogProbs(nn.Module):
             ValueError: the images belong to other prompts, or a sequence is longer than the learned positions.
         """
         (m, Q), device = prompt_ids.shape, prompt_ids.device
-        prompt_m, completion_m = (x if x.dim() == 1 else x.sum(1) for x in (prompt_mask, completion_mask))
+        prompt_m, completion_m = (x if x.dim() == 1 else x.sum(1) for x in (prompt_mask, completion_mask))  # lengths
         lengths, completions = torch.stack([prompt_m + completion_m, completion_m]).tolist()
-        if self.places is not None and (longest := max(lengths)) > self.places:
+        if self.max_positions is not None and (longest := max(lengths)) > self.max_positions:
             # reading an embedding out of bounds raises IndexError on a CPU, and ends the process on a GPU
             raise ValueError(
                 f"row {lengths.index(longest)} of a batch has {longest} tokens, prompt and completion, but the model "
-                f"has {self.places} positions; lower max_prompt_tokens or max_new_tokens"
+                f"has {self.max_positions} positions; lower max_prompt_tokens or max_new_tokens"
             )
         prompt_m, completion_m = (x.to(device, non_blocking=True) for x in (prompt_m, completion_m))
         length_m, padding_m = prompt_m + completion_m, Q - prompt_m
@@ -166,37 +167,37 @@ class LogProbs(nn.Module):
         if images is not None:
             images.check([n - c for n, c in zip(lengths, completions, strict=True)])
         if self.packed and max(lengths) <= self.window:
-            row_M, place_M = _rows(length_m, sum(lengths))
-            ids_1M = ids_mT[row_M, padding_m[row_M] + place_M][None]
-            begin_m = length_m.cumsum(0) - length_m
+            row_M, position_M = _rows(length_m, sum(lengths))
+            ids_1M = ids_mT[row_M, padding_m[row_M] + position_M][None]
+            start_m = length_m.cumsum(0) - length_m
             if images is None:
-                given = {"input_ids": ids_1M, "position_ids": place_M[None]}
+                kwargs = {"input_ids": ids_1M, "position_ids": position_M[None]}
             else:
-                given = images.inputs(self.model, ids_1M, row_M[None], place_M[None])
+                kwargs = images.inputs(self.model, ids_1M, row_M[None], position_M[None])
             packed = attention.inputs(device, attention.Packed.of(lengths, device))
-            hidden = self._hidden(**given, **packed)
+            hidden = self._hidden(**kwargs, **packed)
         else:
             # Each row is shifted to the left, so that all padding is at its end, which causal attention never sees: no
             # mask is needed, fast kernels apply, and every position has something to attend to.
-            place_T = torch.arange(max(lengths), device=device)
-            moved_mT = place_T + padding_m[:, None]
-            ids_mT = ids_mT.gather(1, moved_mT.clamp(max=T - 1))
-            begin_m = torch.arange(m, device=device) * max(lengths)
+            position_T = torch.arange(max(lengths), device=device)
+            source_mT = position_T + padding_m[:, None]
+            ids_mT = ids_mT.gather(1, source_mT.clamp(max=T - 1))
+            start_m = torch.arange(m, device=device) * max(lengths)
             if images is None:
-                given = {"input_ids": ids_mT}
+                kwargs = {"input_ids": ids_mT}
             else:
-                given = images.inputs(self.model, ids_mT, torch.arange(m, device=device)[:, None], place_T)
-            hidden = self._hidden(**given, use_cache=False)
+                kwargs = images.inputs(self.model, ids_mT, torch.arange(m, device=device)[:, None], position_T)
+            hidden = self._hidden(**kwargs, use_cache=False)
 
         # the state before a token predicts it; prompt and padding are never projected to the vocabulary
-        row_N, place_N = _rows(completion_m, sum(completions))
-        before_N = begin_m[row_N] + prompt_m[row_N] + place_N - 1
-        return hidden.flatten(0, 1).index_select(0, before_N.to(hidden.device)), (row_N, place_N)
+        row_N, position_N = _rows(completion_m, sum(completions))
+        before_N = start_m[row_N] + prompt_m[row_N] + position_N - 1
+        return hidden.flatten(0, 1).index_select(0, before_N.to(hidden.device)), (row_N, position_N)
 
-    def _hidden(self, **given: Any) -> torch.Tensor:
+    def _hidden(self, **kwargs: Any) -> torch.Tensor:
         """Output of the last decoder layer."""
         with nullcontext() if self.adapters else merging.adapters_disabled(self.model):
-            return self.model.get_decoder()(**given).last_hidden_state
+            return self.model.get_decoder()(**kwargs).last_hidden_state
 
 
 def fill(
@@ -228,22 +229,23 @@ def fill(
     policies, devices = ([policy], [device]) if isinstance(policy, nn.Module) else (policy, device)
     sharded = any(isinstance(p, DTensor) for p in policies[0].parameters())  # ranks must run equally many passes
     limit = FORWARD_FACTOR * micro_batch_tokens if policies[0].packed and not sharded else 0
-    queues: list[list[_Part]] = [[] for _ in policies]
+    queues: list[list[_ForwardPass]] = [[] for _ in policies]
     for micro in micros:
         number = 0 if len(policies) == 1 else micro.replica
         queue = queues[number]
         if limit and queue and sum(each.size for each in queue[-1].micros) + micro.size <= limit:
             queue[-1].micros.append(micro)
         else:
-            queue.append(_Part([micro], policies[number], devices[number], images, not limit, not sharded))
-    parts = [queue[k] for k in range(max(map(len, queues))) for queue in queues if k < len(queue)]
+            model, where = policies[number], devices[number]
+            queue.append(_ForwardPass([micro], model, where, images, exact=not limit, can_split=not sharded))
+    passes = [queue[k] for k in range(max(map(len, queues))) for queue in queues if k < len(queue)]
     # Inputs are copied before any pass is queued, and results after all of them, because a copy between GPUs waits for
     # everything that is queued on either.
-    given = [part.tokens() for part in parts]
+    inputs = [forward.inputs() for forward in passes]
     found = []
-    for k, part in enumerate(parts):
-        values, given[k] = part.values(given[k]), None
-        found += zip(part.micros, values, strict=True)
+    for k, forward in enumerate(passes):
+        values, inputs[k] = forward.values(inputs[k]), None
+        found += zip(forward.micros, values, strict=True)
         if values[0].dim() > 2:  # hidden states of a teacher are too large to be held back
             _write(found, field)
             found = []
@@ -256,7 +258,7 @@ def _write(found: list[tuple[Any, torch.Tensor]], field: str) -> None:
 
 
 @dataclasses.dataclass
-class _Part:
+class _ForwardPass:
     """Micro-batches in one forward pass of `fill`."""
 
     micros: list[Any]
@@ -266,20 +268,20 @@ class _Part:
     exact: bool  # compute as the update does
     can_split: bool  # retry in smaller parts if memory runs out
 
-    def tokens(self) -> list[torch.Tensor | Images]:
+    def inputs(self) -> list[torch.Tensor | Images]:
         """Arguments for the policy, on its device; lengths stay on the CPU."""
-        given = []
+        batches = []
         for micro in self.micros:
             tokens = micro.tokens if self.images is None else (*micro.tokens[:4], self.images.like(micro.images))
-            given.append([x if isinstance(x, torch.Tensor) and x.dim() == 1 else x.to(self.device) for x in tokens])
-        return given[0] if len(given) == 1 else _join(given)
+            batches.append([x if isinstance(x, torch.Tensor) and x.dim() == 1 else x.to(self.device) for x in tokens])
+        return batches[0] if len(batches) == 1 else _join(batches)
 
-    def values(self, tokens: list[torch.Tensor | Images]) -> list[torch.Tensor]:
+    def values(self, inputs: list[torch.Tensor | Images]) -> list[torch.Tensor]:
         """Output of the policy for each micro-batch, [m, C, ...]; computed in smaller parts if memory runs out."""
         rows = [len(micro.prompt_ids) for micro in self.micros]
         if sum(rows) <= getattr(self.policy, "most_rows", math.inf):  # set after a failure
             with memory.noticed() as failure:
-                return list(self._forward(tokens).split(rows))
+                return list(self._forward(inputs).split(rows))
             memory.free()
             if sum(rows) == 1 or not self.can_split:
                 what = f"a forward pass of {sum(rows)} sequences, {self.micros[0].size} tokens ({failure[0]})"
@@ -290,21 +292,21 @@ class _Part:
         if len(rows) > 1:
             middle = len(rows) // 2
             halves = [dataclasses.replace(self, micros=part) for part in (self.micros[:middle], self.micros[middle:])]
-            return [x for half in halves for x in half.values(half.tokens())]
+            return [x for half in halves for x in half.values(half.inputs())]
         found = []
         for half in self.micros[0].halves():
             part = dataclasses.replace(self, micros=[half])
-            (values,) = part.values(part.tokens())
+            (values,) = part.values(part.inputs())
             missing = self.micros[0].completion_ids.shape[1] - values.shape[1]
             found.append(F.pad(values, (0, 0) * (values.dim() - 2) + (0, missing)))
         return [torch.cat(found)]
 
-    def _forward(self, tokens: list[torch.Tensor | Images]) -> torch.Tensor:
+    def _forward(self, inputs: list[torch.Tensor | Images]) -> torch.Tensor:
         # Gradients are on where a micro-batch must be computed by the same compiled graph as in the update: the one
         # without gradients may round differently. Its activations are freed before the next.
         trained = any(p.requires_grad for p in self.policy.parameters())
         with torch.set_grad_enabled(trained and self.policy.compiled and self.exact and self.can_split):
-            return self.policy(*tokens)[0].detach()
+            return self.policy(*inputs)[0].detach()
 
 
 def _join(batches: list[list[torch.Tensor | Images]]) -> list[torch.Tensor | Images]:

@@ -64,7 +64,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "logp + math.log1p(-beta), logq + math.log(beta)", "divergences"),
     ("top-p-edge", "off by one", "sampling.py", "probabilities.cumsum(-1) - probabilities < sampling.top_p",
      "probabilities.cumsum(-1) < sampling.top_p", "sampling"),
-    ("logps-shift", "off by one", "logprobs.py", "prompt_m[row_N] + place_N - 1", "prompt_m[row_N] + place_N",
+    ("logps-shift", "off by one", "logprobs.py", "prompt_m[row_N] + position_N - 1", "prompt_m[row_N] + position_N",
      "logprobs"),
     ("window-of-layers", "swap", "attention.py", "self.window = min(self.window,", "self.window = max(self.window,",
      "attention"),

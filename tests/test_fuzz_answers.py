@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.tasks import rewards
-from common.tasks.answer_numbers import to_fraction
-from common.tasks.answers import normal_answer, numbers_match
-from common.tasks.rewards import answers_match, last_boxed, last_number
+from common.tasks import answer_numbers, rewards
+from common.tasks.answers import answers_match, normal_answer, numbers_match
 
 pytestmark = pytest.mark.fuzz
 # derandomized: a failure comes from a change, not from the day
@@ -29,13 +27,13 @@ TEXT = PIECED | st.text(max_size=20) | st.text("0123456789,./-+%eE \u0667\uff17\
 @settings(max_examples=150, **FUZZ)
 @given(text=TEXT, answer=TEXT)
 def test_any_text_is_read_and_compared(text, answer):
-    found, boxed, number = rewards.extract_answer(text), last_boxed(text), last_number(text)
+    found, boxed, number = rewards.extract_answer(text), rewards.last_boxed(text), rewards.last_number(text)
     assert found is None or (found == found.strip() != "")
     assert boxed is None or (boxed in text and ("\\boxed" in text or "\\fbox" in text))
     assert found is None or text.rfind("<think>") <= text.rfind("</think>")  # thinking that never closes has no answer
     assert number is None or re.fullmatch(r"-?[\d./eE +-]+%?", number)
-    value = to_fraction(text)
-    assert value is None or to_fraction(str(value)) == value
+    value = answer_numbers.to_fraction(text)
+    assert value is None or answer_numbers.to_fraction(str(value)) == value
     assert (normal_answer(text) is None) == (found is None)
     for score in (numbers_match(text, answer), numbers_match(text, text), *rewards.format_reward([text], [answer])):
         assert score in (0, 1) or math.isnan(score)
@@ -89,13 +87,13 @@ def test_long_texts_are_read_in_linear_time():
         assert answers_match(text + "x1", "7") == 0
         assert rewards.format_reward([f"<think>{text}</think>"], ["7"]) == [0.0]
     assert answers_match("1, " * SIZE, "(1, 2)") == answers_match("{" + "1," * SIZE + "}", "(1, 2)") == 0
-    assert last_number(",999" * SIZE + "9") == "9999"  # no separators after all, which shows at the end only
-    last_number("1 a" * SIZE), last_boxed("\\boxed{" * SIZE), to_fraction("1," * SIZE)
+    assert rewards.last_number(",999" * SIZE + "9") == "9999"  # no separators after all, which shows at the end only
+    rewards.last_number("1 a" * SIZE), rewards.last_boxed("\\boxed{" * SIZE), answer_numbers.to_fraction("1," * SIZE)
 
 
 def test_deep_nesting_and_long_numbers_are_read_in_linear_time():
     boxes = "\\boxed{" * 10_000 + "7" + "}" * 10_000
-    assert last_boxed(boxes) == last_boxed(boxes[:-1]) == "7" and answers_match(boxes, "7") == 1
+    assert rewards.last_boxed(boxes) == rewards.last_boxed(boxes[:-1]) == "7" and answers_match(boxes, "7") == 1
     assert answers_match("\\boxed{" + "{" * SIZE + "7" + "}" * SIZE + "}", "7") == 0
     assert answers_match("(" * SIZE + "1, 2" + ")" * SIZE, "(1, 2)") == 0
     assert answers_match("7" * SIZE, "7") == 0

@@ -1,6 +1,4 @@
-"""Whatever a file holds, it is read as it is or refused by name: common/tasks/data.py on content that hypothesis makes
-up.
-"""
+"""Any file is read, or refused with its name: the rows of common/tasks/data.py, with content from hypothesis."""
 
 import json
 import re
@@ -10,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data import CHAT_TEMPLATE, make_tokenizer
 
-from common.tasks import rewards
+from common.tasks import data_sources, rewards
 from common.tasks.data import ROLES, collate_columns, load_examples
-from common.tasks.data_sources import read_json_lines
 
 # derandomized: a failure comes from a change, not from the day
 pytestmark = pytest.mark.fuzz
@@ -31,7 +28,7 @@ def rows_of(path, content: bytes) -> list[dict] | None:
     """The rows of a file, or None where it is refused; every refusal names file and place."""
     path.write_bytes(content)
     try:
-        return read_json_lines(path)
+        return data_sources.read_json_lines(path)
     except ValueError as error:
         assert PLACE.search(str(error)), error
 

@@ -25,7 +25,6 @@ from common.base import background
 from common.model import reward_models
 from common.tasks import answer_extraction, answer_numbers, math_verify_process, rewards
 from common.tasks import answers as answers_module
-from common.tasks.answer_numbers import to_fraction
 from common.tasks.rewards import answers_match, extract_answer, last_boxed, last_number, score
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,7 +88,7 @@ def test_last_number(text, number):
     ("(1,234)", None), ("5 apples", None), ("3 4", None), ("1e999999999", None), ("9" * 5000, None),
 ])  # fmt: skip
 def test_to_fraction_is_exact_and_refuses_everything_else(text, value):
-    assert to_fraction(text) == value
+    assert answer_numbers.to_fraction(text) == value
 
 
 @pytest.mark.parametrize(("text", "answer"), [

@@ -94,7 +94,7 @@ class RewardService:
                 response or another fingerprint, or left more than a fifth unscored. The run can save and resume later.
             ValueError: a column cannot be sent.
         """
-        items = [_item(row, *given, columns) for row, given in enumerate(zip(completions, answers, strict=True))]
+        items = [_item(row, *pair, columns) for row, pair in enumerate(zip(completions, answers, strict=True))]
         try:
             results, failed = self._results(items)
         except OutageError:

@@ -11,12 +11,14 @@ def group_advantages(rewards: torch.Tensor, scale: str, eps: float = 1e-4) -> to
 
     Args:
         rewards: [P, G], one row per prompt; NaN (or infinity) = unscored.
-        scale: divisor of the centred rewards: "group" (std of the group, as in the papers), "batch" (std of all centred
-            rewards, without groups of equal rewards) or "none". Standard deviations have ddof 1.
+        scale: divisor of the centred rewards: "group" (std of the group, as in the papers), "batch"
+            (std of all centred rewards, without groups of equal rewards) or "none". Standard
+            deviations have ddof 1.
         eps: added to the standard deviation.
 
     Returns:
-        [P, G] fp32. Exactly 0 in groups whose scored rewards are all equal, and for unscored completions.
+        [P, G] fp32. Exactly 0 in groups whose scored rewards are all equal, and for unscored
+        completions.
 
     Raises:
         ValueError: `rewards` is not [P, G], or another scale.
@@ -34,7 +36,8 @@ def group_advantages(rewards: torch.Tensor, scale: str, eps: float = 1e-4) -> to
     filled = torch.where(scored, rewards, 0.0)
     centred = torch.where(scored, filled - filled.sum(-1, keepdim=True) / count.clamp(min=1), 0.0)
 
-    # equal rewards differ from their mean by a rounding error, which the standard deviation would scale to 1
+    # equal rewards differ from their mean by a rounding error, which the standard deviation would
+    # scale to 1
     varied = scored & ~equal_groups(rewards)[:, None]
     centred = torch.where(varied, centred, 0.0)
     if scale == "none":

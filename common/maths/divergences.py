@@ -1,15 +1,16 @@
-"""Divergences between the next-token distributions of a teacher, P, and a student, Q: values and explicit gradients.
+"""Divergences between the next-token distributions of teacher, P, and student, Q, with gradients.
 
 With M = beta P + (1 - beta) Q, the generalized Jensen-Shannon divergence is
 
     JSD(beta) = beta KL(P, M) + (1 - beta) KL(Q, M)        0 < beta < 1
     beta = 0:   KL(P, Q), the forward KL                   beta = 1:  KL(Q, P), the reverse KL
 
-The formula gives 0 at both ends, where the KLs replace it. The value therefore *jumps* there, and a learning rate for
-beta = 0.1 does not suit beta = 0. Source: GKD, arXiv 2306.13649, Eq. 1.
+The formula gives 0 at both ends, where the KLs replace it. The value therefore *jumps* there, and a
+learning rate for beta = 0.1 does not suit beta = 0. Source: GKD, arXiv 2306.13649, Eq. 1.
 
-Top-k: a remote teacher sends its k most likely tokens and the mass of all others, the tail. Both distributions then
-have k + 1 atoms; their divergence is at most the full one, and equals it at k = V.
+Top-k: a remote teacher sends its k most likely tokens and the mass of all others, the tail. Both
+distributions then have k + 1 atoms; their divergence is at most the full one, which it equals if
+k = V.
 
 Dims: V vocabulary, K the k tokens of the teacher, n tokens of a completion, A atoms: V, or K + 1.
 """
@@ -31,8 +32,8 @@ def generalized_jsd(
 
     Args:
         student_logits: [..., V].
-        teacher_logits: [..., V]; if one side has more ids, such as padding of its embedding, both are renormalised over
-            the ids that they share, the first ones.
+        teacher_logits: [..., V]; if one side has more ids, such as padding of its embedding, both
+            are renormalised over the ids that they share, the first ones.
         beta: in [0, 1]; 0 is KL(teacher, student), 1 is KL(student, teacher).
         temperature: divides the logits of both sides.
 
@@ -56,16 +57,17 @@ def topk_divergence(
     beta: float,
     temperature: float = 1.0,
 ) -> torch.Tensor:
-    """Generalized Jensen-Shannon divergence per position, over the teacher's top k tokens and a tail.
+    """Generalized Jensen-Shannon divergence per position, over the teacher's top k and a tail.
 
-    The student is normalised over its whole vocabulary; renormalised over the top k, the mass that it puts elsewhere
-    would not be penalised.
+    The student is normalised over its whole vocabulary; renormalised over the top k, the mass that
+    it puts elsewhere would not be penalised.
 
     Args:
         student_logits: [..., V].
         teacher_ids: [..., K] int64, all different.
         teacher_logps: [..., K] log-probabilities at `temperature`.
-        teacher_tail_logp: [...] log of the mass outside the top k; less than 1e-7, even -inf, counts as 1e-7.
+        teacher_tail_logp: [...] log of the mass outside the top k; less than 1e-7, even -inf,
+            counts as 1e-7.
         beta: as in `generalized_jsd`.
         temperature: divides the student's logits.
 
@@ -87,7 +89,8 @@ def check(beta: float, temperature: float) -> None:
 
     Args:
         beta: in [0, 1].
-        temperature: finite, because at infinity all distributions are uniform; and at least COLDEST.
+        temperature: finite, because at infinity all distributions are uniform; and at least
+            COLDEST.
 
     Raises:
         ValueError: one of them is out of range, or not a number.
@@ -106,7 +109,9 @@ def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def tail_logp(logps: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Log of the mass outside some tokens, summed, because 1 minus their mass would be rounding when it is small.
+    """Log of the mass outside some tokens.
+
+    It is summed, because 1 minus the mass of the tokens would be rounding when it is small.
 
     Args:
         logps: [..., V].
@@ -135,7 +140,8 @@ def with_tail(logps: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
 def terms(logp: torch.Tensor, logq: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The divergence D, and f_a = q_a dD/dq_a up to a multiple of q_a, for its gradient.
 
-    With respect to the logits whose softmax is q, the gradient is f - q * sum(f), where the multiple cancels.
+    With respect to the logits whose softmax is q, the gradient is f - q * sum(f), where the
+    multiple cancels.
 
     Args:
         logp: [..., A] of the teacher.
@@ -157,9 +163,9 @@ def terms(logp: torch.Tensor, logq: torch.Tensor, beta: float) -> tuple[torch.Te
     return beta * (logp.exp() * (logp - logm)).sum(-1) + f.sum(-1), f
 
 
-# `full` and `topk` run on the chunks of common/distill/distillation.py, compiled on a GPU: each then reads the logits a
-# few times and writes nothing of their size but the gradient. That is with respect to the student's logits before the
-# temperature.
+# `full` and `topk` run on the chunks of common/distill/distillation.py, compiled on a GPU: each
+# then reads the logits a few times and writes nothing of their size but the gradient. That is with
+# respect to the student's logits before the temperature.
 
 
 def full(
@@ -175,8 +181,9 @@ def full(
         temperature: divides the logits of both sides.
 
     Returns:
-        [6, n]: divergence, forward KL, reverse KL, log-probabilities of `ids` under student and teacher, and entropy
-        of the student; and the gradient [n, V] of the divergence with respect to the student's logits.
+        [6, n]: divergence, forward KL, reverse KL, log-probabilities of `ids` under student and
+        teacher, and entropy of the student; and the gradient [n, V] of the divergence with respect
+        to the student's logits.
     """
     logp_nV, logq_nV = log_softmax(teacher_logits, temperature), log_softmax(student_logits, temperature)
     divergence_n, f_nV = terms(logp_nV, logq_nV, beta)
@@ -207,10 +214,12 @@ def topk(
         teacher_token_logps: [n], of `ids`.
         ids: [n] int64, the tokens of the completion.
         beta: in [0, 1].
-        temperature: divides the student's logits; the teacher's log-probabilities already include it.
+        temperature: divides the student's logits; the teacher's log-probabilities already include
+            it.
 
     Returns:
-        As in `full`; divergence and KLs are over k + 1 atoms, the other values over the whole vocabulary.
+        As in `full`; divergence and KLs are over k + 1 atoms, the other values over the whole
+        vocabulary.
     """
     logq_nV = log_softmax(student_logits, temperature)
     logq_nK = logq_nV.gather(-1, teacher_ids)

@@ -60,7 +60,7 @@ def sequence_ratio(logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Ten
 
 
 def gspo_token_ratio(logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """GSPO-token's ratio: every token has the value of the sequence ratio, and only its own gradient.
+    """GSPO-token's ratio: the value of the sequence ratio, the gradient of each token.
 
     Args:
         logps: [B, C] fp32, log-probabilities under the policy being trained.
@@ -101,7 +101,8 @@ def clipped_surrogate(
 def dual_clip(surrogate: torch.Tensor, advantages: torch.Tensor, cap: float) -> torch.Tensor:
     """Caps the ratio in the surrogate where the advantage is negative.
 
-    Without the cap, a token with a negative advantage that has become much likelier has an unbounded gradient.
+    Without the cap, a token with a negative advantage that has become much likelier has an
+    unbounded gradient.
 
     Args:
         surrogate: [B] or [B, C] fp32, from `clipped_surrogate`.
@@ -120,7 +121,8 @@ def dual_clip(surrogate: torch.Tensor, advantages: torch.Tensor, cap: float) -> 
 def cispo_surrogate(logps: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, cap: float) -> torch.Tensor:
     """Policy gradient with a capped importance weight, treated as a constant; to be maximised.
 
-    Every token keeps a gradient, however far its ratio has moved. Only the gradient has a meaning, not the value.
+    Every token keeps a gradient, however far its ratio has moved. Only the gradient has a meaning,
+    not the value.
 
     Args:
         logps: [B, C] fp32, log-probabilities under the policy being trained.
@@ -131,7 +133,8 @@ def cispo_surrogate(logps: torch.Tensor, ratio: torch.Tensor, advantages: torch.
     Returns:
         [B, C] fp32; its gradient with respect to logps is min(ratio, cap) * A.
 
-    Source: arXiv 2506.13585, Eqs. 4-5, where the cap is 1 + epsilon_high; arXiv 2510.13786 finds 4 to 8 equally good.
+    Source: arXiv 2506.13585, Eqs. 4-5, where the cap is 1 + epsilon_high; arXiv 2510.13786 finds 4
+    to 8 equally good.
     """
     return ratio.detach().clamp(max=cap) * _align(advantages, ratio) * logps.float()
 
@@ -155,8 +158,8 @@ def clip_stats(
         dual_clip: cap of `dual_clip`; 0: unused.
 
     Returns:
-        0-d fp32 tensors: `clip_fraction` (clipped, without gradient), `out_of_range` (outside the clip range, whatever
-        the sign of the advantage), `ratio_max` (largest ratio).
+        0-d fp32 tensors: `clip_fraction` (clipped, without gradient), `out_of_range` (outside the
+        clip range, whatever the sign of the advantage), `ratio_max` (largest ratio).
     """
     ratio, mask = ratio.detach(), mask.bool()
     advantages = _align(advantages, ratio)
@@ -174,10 +177,10 @@ def clip_stats(
 def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, kind: str) -> torch.Tensor:
     """Per-token estimate of KL(pi || ref) from tokens sampled from pi.
 
-    With d = logps - ref_logps: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1. k1 and k3 are unbiased as *values*. As a
-    *loss* term, in expectation over on-policy tokens, k1 has gradient 0, k2 that of KL(pi || ref), and k3 that of
-    KL(ref || pi). Multiplied by the differentiable token ratio, k3 has the gradient of KL(pi || ref), also for tokens
-    of an older policy.
+    With d = logps - ref_logps: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1. k1 and k3 are unbiased
+    as *values*. As a *loss* term, in expectation over on-policy tokens, k1 has gradient 0, k2 that
+    of KL(pi || ref), and k3 that of KL(ref || pi). Multiplied by the differentiable token ratio, k3
+    has the gradient of KL(pi || ref), also for tokens of an older policy.
 
     Args:
         logps: [B, C] fp32, log-probabilities under pi.
@@ -190,7 +193,8 @@ def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, kind: str) -> torc
     Raises:
         ValueError: another kind.
 
-    Source: arXiv 2402.03300, Eq. 4 is k3. d is clamped to +-20, so that value and gradient stay finite.
+    Source: arXiv 2402.03300, Eq. 4 is k3. d is clamped to +-20, so that value and gradient stay
+    finite.
     """
     d = (logps.float() - ref_logps.float()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if kind == "k1":
@@ -205,8 +209,8 @@ def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, kind: str) -> torc
 def aggregate(values: torch.Tensor, mask: torch.Tensor, mode: str, denominator: float) -> torch.Tensor:
     """Sum of per-token values over a micro-batch, as its exact share of the minibatch mean.
 
-    The denominator is that of the whole minibatch, over all micro-batches and ranks, so that the shares add up to the
-    same loss however the minibatch is split.
+    The denominator is that of the whole minibatch, over all micro-batches and ranks, so that the
+    shares add up to the same loss however the minibatch is split.
 
     Args:
         values: [B, C], one value per token.

@@ -51,7 +51,7 @@ def distribution(
     end_ids: torch.Tensor,
     suppressed_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Logits of the distribution that tokens are drawn from: minus infinity for tokens that cannot be drawn.
+    """Logits of the sampling distribution, minus infinity for tokens that cannot be drawn.
 
     Args:
         logits: [b, V] fp32.
@@ -87,8 +87,8 @@ def distribution(
 def draw(logits: torch.Tensor, uniforms: torch.Tensor, greedy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws one token per row by inverting the cumulative distribution, and returns its log-probability.
 
-    One random number selects first a block of `BLOCK` tokens, then a token in it. Sums over blocks are fp64: an fp32
-    sum over 150,000 tokens would lose the rare ones.
+    One random number selects first a block of `BLOCK` tokens, then a token in it. Sums over blocks
+    are fp64: an fp32 sum over 150,000 tokens would lose the rare ones.
 
     Args:
         logits: [b, V] fp32, minus infinity for tokens that cannot be drawn.
@@ -99,7 +99,8 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor, greedy: bool = False) -> 
         Tokens [b] int64, and their log-probabilities [b] fp32 under the softmax of `logits`.
     """
     blocks = F.pad(logits, (0, -logits.shape[-1] % BLOCK), value=-torch.inf).view(len(logits), -1, BLOCK)
-    # relative to the maximum of each block, so that the vocabulary is read only once; a block without tokens sums to 0
+    # relative to the maximum of each block, so that the vocabulary is read only once; a block
+    # without tokens sums to 0
     tops = blocks.amax(-1)
     sums = (blocks - tops.clamp(min=LOWEST)[..., None]).exp().sum(-1)
     top = tops.amax(-1, keepdim=True)
@@ -124,8 +125,8 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor, greedy: bool = False) -> 
 def uniforms(seed: int, step: int, prompt_numbers: Sequence[int], group_size: int, length: int) -> torch.Tensor:
     """Random numbers for every token of a rollout, one stream per prompt.
 
-    They are drawn on the CPU, so that all machines get the same, and depend on the position of a token, not on the
-    order of computation.
+    They are drawn on the CPU, so that all machines get the same, and depend on the position of a
+    token, not on the order of computation.
 
     Args:
         seed: of the run.

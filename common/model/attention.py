@@ -1,8 +1,8 @@
-"""Attention for packed sequences, plugged into transformers models through their attention interface.
+"""Attention for packed sequences, plugged into transformers through its attention interface.
 
-`install` makes it the attention of a model. Ordinary calls still run transformers' own SDPA attention with its masks. A
-call with `rl=...` takes another `AttentionPath`: `Packed`, for training on sequences without padding, or a key-value
-cache of common/generation/cache.py, for decoding.
+`install` makes it the attention of a model. Ordinary calls still run transformers' own SDPA
+attention with its masks. A call with `rl=...` takes another `AttentionPath`: `Packed`, for training
+on sequences without padding, or a key-value cache of common/generation/cache.py, for decoding.
 
 Dims: N tokens of all sequences together, m sequences, T tokens of one, Hq query and Hkv key-value heads of size D.
 """
@@ -76,7 +76,8 @@ def inputs(device: torch.device, path: AttentionPath) -> dict[str, Any]:
         device: of the model.
         path: computes the attention.
     """
-    # transformers passes a mask with four dimensions on unchanged; otherwise it builds a dense one for packed positions
+    # transformers passes a mask with four dimensions on unchanged; otherwise it builds a dense one
+    # for packed positions
     return {"attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device), "use_cache": False, "rl": path}
 
 
@@ -87,7 +88,7 @@ def on_flash(x: torch.Tensor) -> bool:
 
 @dataclasses.dataclass
 class Packed:
-    """Causal attention within each of m sequences that are concatenated in a single row of N tokens.
+    """Causal attention within each of m sequences, concatenated in one row of N tokens.
 
     Attributes:
         lengths: of the sequences, on the host.
@@ -158,7 +159,8 @@ class Support:
     """What a model's attention supports.
 
     Attributes:
-        reason: why packing and the caches of common/generation/cache.py are impossible; "" if they are possible.
+        reason: why packing and the caches of common/generation/cache.py are impossible; "" if they
+            are possible.
         layers: its attention modules.
         window: up to this many tokens, sliding windows are full attention too.
     """
@@ -170,9 +172,10 @@ class Support:
 
 @torch.no_grad()
 def install(model: nn.Module) -> Support:
-    """Makes this the attention of a model, if every layer is plain causal attention that goes through it.
+    """Makes this the attention of a model, if all of its layers are plain causal attention.
 
-    That is tested, not assumed from the model's name: two short sequences are computed packed and alone.
+    That is tested, not assumed from the model's name: two short sequences are computed packed and
+    alone.
 
     Args:
         model: a transformers causal language model, wrapped by peft or not.
@@ -208,7 +211,7 @@ def _rope_types(config: Any) -> set[str]:
 
 
 def _examine(model: nn.Module, decoder: nn.Module) -> Support:
-    """Compares the hidden states of two short sequences, computed packed and alone with the model's own attention."""
+    """Compares hidden states of packed sequences with those from the model's own attention."""
     first, second = [1, 2, 3, 4], [5, 3, 1]
     ids = torch.tensor([first + second], device=model.device)
     positions = torch.tensor([[*range(len(first)), *range(len(second))]], device=model.device)

@@ -1,7 +1,8 @@
 """The output head: logits, and log-probabilities of tokens without materialising all logits.
 
-Logits are computed in chunks of CHUNK_TOKENS tokens. Two autograd functions differ in when the gradient is computed:
-`_RecomputedHead` computes the logits again in backward; `_FrozenHead` finishes with them in forward.
+Logits are computed in chunks of CHUNK_TOKENS tokens. Two autograd functions differ in when the
+gradient is computed: `_RecomputedHead` computes the logits again in backward; `_FrozenHead`
+finishes with them in forward.
 
 Dims: b rows, H hidden size, V vocabulary, N tokens, n of them in one chunk.
 """
@@ -20,7 +21,7 @@ LARGEST_GRADIENT = 2.0**14  # gradients of logits are scaled to this maximum: fp
 
 
 def vocabulary_logits(model: nn.Module, hidden: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-    """Next-token logits in fp32, whatever the dtype of the model; not differentiable in half precision on a GPU.
+    """Next-token logits in fp32; not differentiable in half precision on a GPU.
 
     Rounding the logits to bf16 alone would move a sequence's ratio by more than GSPO's clip range.
 
@@ -37,7 +38,7 @@ def vocabulary_logits(model: nn.Module, hidden: torch.Tensor, weight: torch.Tens
 
 
 def wide_weight(model: nn.Module) -> torch.Tensor | None:
-    """The head's weight cast to fp32 for `vocabulary_logits`; None in half precision on a GPU, which needs no cast.
+    """The head's weight in fp32 for `vocabulary_logits`; None if that needs no cast.
 
     Args:
         model: a transformers causal language model.
@@ -99,7 +100,7 @@ def softcap_of(model: nn.Module) -> float | None:
 
 
 def on_tensor_cores(x: torch.Tensor) -> bool:
-    """Whether the GPU multiplies this half precision tensor with fp32 accumulation and output, without fp32 copies."""
+    """Whether products of this tensor can be returned in fp32 without casting it first."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -119,7 +120,7 @@ def add_mm(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def operand(weight: torch.Tensor) -> torch.Tensor:
-    """The weight in the dtype that `mm` multiplies in, so that it is cast once and not for every chunk."""
+    """The weight in the dtype that `mm` multiplies in: cast once, not for every chunk."""
     return weight if on_tensor_cores(weight) else weight.float()
 
 
@@ -133,8 +134,9 @@ def project(
     return logits_nV if softcap is None else logits_nV.div_(softcap).tanh_().mul_(softcap)
 
 
-# `_stats` and `_logit_gradient` are compiled on a GPU: then each reads the logits once or twice and writes
-# no matrix but its result. Uncompiled, their in-place operations save memory; they change no argument.
+# `_stats` and `_logit_gradient` are compiled on a GPU: then each reads the logits once or twice and
+# writes no matrix but its result. Uncompiled, their in-place operations save memory; they change no
+# argument.
 
 
 def _stats(logits_nV: torch.Tensor, ids_n: torch.Tensor, temperature: float) -> tuple[torch.Tensor, ...]:
@@ -156,9 +158,10 @@ def _logit_gradient(
 ) -> torch.Tensor:
     """Gradient with respect to the logits before the soft cap, [n, V].
 
-    `factor_n` is the incoming gradient of the log-probability divided by the temperature, `entropy_factor_n` that of
-    the entropy H. With respect to a scaled logit, the log-probability has the derivative 1 - p for the token itself
-    and -p for any other; the entropy has -p (log p + H).
+    `factor_n` is the incoming gradient of the log-probability divided by the temperature,
+    `entropy_factor_n` that of the entropy H. With respect to a scaled logit, the log-probability
+    has the derivative 1 - p for the token itself and -p for any other; the entropy has -p (log p +
+    H).
     """
     probs_nV = (logits_nV / temperature).sub_(lse_n[:, None]).exp_()
     change_nV = None
@@ -232,7 +235,8 @@ class _RecomputedHead(torch.autograd.Function):
         if steps.train_entropy:
             entropy_factor_N = entropy_grad_N / steps.temperature
             largest_N = torch.maximum(largest_N, 4 * entropy_factor_N.abs())  # p (log p + H) < 4 in any vocabulary
-        # scales the maximum to LARGEST_GRADIENT, whatever the scale of the loss: fp16 neither overflows nor underflows
+        # scales the maximum to LARGEST_GRADIENT, whatever the scale of the loss: fp16 neither
+        # overflows nor underflows
         unit = F.pad(largest_N, (0, 1), value=1e-30).amax() / LARGEST_GRADIENT
         per_token = [ids_N, lse_N, factor_N / unit]
         if steps.train_entropy:
@@ -259,10 +263,10 @@ class _RecomputedHead(torch.autograd.Function):
 
 
 class _FrozenHead(torch.autograd.Function):
-    """Log-probability and entropy where only the hidden states need gradients (LoRA); logits are computed once.
+    """Log-probability and entropy if only hidden states need gradients (LoRA); computes logits once.
 
-    The gradient of a token's log-probability with respect to its hidden state depends on backward only by a factor, so
-    forward computes the rest: [N, H] are kept, and no logits.
+    The gradient of a token's log-probability with respect to its hidden state depends on backward
+    only by a factor, so forward computes the rest: [N, H] are kept, and no logits.
     """
 
     @staticmethod
@@ -291,8 +295,9 @@ class _FrozenHead(torch.autograd.Function):
 
 
 def chunks(*tensors_N: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Splits along tokens into parts of equal size, at most CHUNK_TOKENS; no tokens give one empty part."""
+    """Splits into equal parts of at most CHUNK_TOKENS tokens; no tokens give one empty part."""
     count = -(-len(tensors_N[0]) // CHUNK_TOKENS) or 1
     for parts in zip(*(tensor_N.chunk(count) for tensor_N in tensors_N), strict=True):
-        # copies: torch.compile also guards on the base of a view, and would compile again for several parts
+        # copies: torch.compile also guards on the base of a view, and would compile again for
+        # several parts
         yield tuple(part.clone() for part in parts)

@@ -1,8 +1,9 @@
 """Images in prompts, for policies of the Qwen-VL families: processor, prompt tokens, vision features, positions.
 
-The vision tower runs once per prompt, however many completions the prompt has and however often their log-probabilities
-are computed. Its features are kept in `Images`, which belongs to the batch; a group shares them by prompt number. The
-decoder gets embeddings in which features replace the image tokens, so caching, packing and gradients work as for text.
+The vision tower runs once per prompt, however many completions the prompt has and however often
+their log-probabilities are computed. Its features are kept in `Images`, which belongs to the batch;
+a group shares them by prompt number. The decoder gets embeddings in which features replace the
+image tokens, so caching, packing and gradients work as for text.
 
 Dims: P prompts, B sequences, m of them in one forward pass, Q prompt tokens, T tokens of a row, n image tokens of one
 prompt, N of a forward pass, H hidden size, D levels of features: one for the embeddings and, for Qwen3-VL, one more for
@@ -33,20 +34,21 @@ SPECIALS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|
 def load_processor(name: str | Path, max_pixels: int = 0) -> ProcessorMixin:
     """Loads tokenizer, image processor and chat template of a Qwen-VL model, for images only.
 
-    The stock processors also load a video processor, which needs torchvision. Images are always resized by Pillow, so
-    that machines with and without torchvision produce the same pixels.
+    The stock processors also load a video processor, which needs torchvision. Images are always
+    resized by Pillow, so that machines with and without torchvision produce the same pixels.
 
     Args:
         name: a folder with config.json or processor files, or a hub id.
-        max_pixels: larger images are scaled down to this area, in pixels; 0: the limit of the model.
+        max_pixels: larger images are scaled down to this area, in pixels; 0: the limit of the
+            model.
 
     Returns:
-        A processor of the family's class, which pads on the left; `save_pretrained` writes a folder that can be loaded
-        again.
+        A processor of the family's class, which pads on the left; `save_pretrained` writes a folder
+        that can be loaded again.
 
     Raises:
-        ValueError: the model is of another family, its tokenizer does not match, or `max_pixels` is below the model's
-            minimum.
+        ValueError: the model is of another family, its tokenizer does not match, or `max_pixels` is
+            below the model's minimum.
     """
     name = str(name)
     tokenizer = sources.load_tokenizer(name)
@@ -66,7 +68,7 @@ def load_processor(name: str | Path, max_pixels: int = 0) -> ProcessorMixin:
 
 
 def image_only(base: type[ProcessorMixin]) -> type[ProcessorMixin]:
-    """A processor class without videos: transformers loads whatever the signature of `__init__` names.
+    """A processor class without videos: transformers loads what the signature of `__init__` names.
 
     Args:
         base: one of `PROCESSORS`.
@@ -85,7 +87,7 @@ def image_only(base: type[ProcessorMixin]) -> type[ProcessorMixin]:
 
 
 def _family(source: str) -> str:
-    """The model type in config.json; a folder with processor files only has the processor's class instead."""
+    """The model type from config.json, or from the processor's class without one."""
     kind = PretrainedConfig.get_config_dict(source)[0].get("model_type")  # no config.json gives no error, but {}
     if kind is None:
         declared = ProcessorMixin.get_processor_dict(source)[0].get("processor_class")
@@ -109,7 +111,8 @@ def is_vlm(source: PretrainedConfig | str) -> bool:
 def vision_ids(model: nn.Module) -> list[int]:
     """Placeholder tokens of images and videos, which a policy must not generate.
 
-    Pass them as `suppressed_ids` both to `rollout.Sampler` and to `logprobs.LogProbs`, or ratios are wrong.
+    Pass them as `suppressed_ids` both to `rollout.Sampler` and to `logprobs.LogProbs`, or ratios
+    are wrong.
 
     Args:
         model: a policy, wrapped by peft or not; without images the result is empty.
@@ -153,8 +156,8 @@ def encode(
         Token ids up to the header of the assistant's turn, with one image token per visual token.
 
     Raises:
-        ValueError: a text holds a placeholder of images, the aspect ratio of an image is too large, or the numbers of
-            images and of their places differ.
+        ValueError: a text holds a placeholder of images, the aspect ratio of an image is too large,
+            or the numbers of images and of their places differ.
     """
     for text in _texts(messages):
         for token in SPECIALS:
@@ -188,16 +191,18 @@ def _texts(messages: list[dict[str, Any]]) -> list[str]:
 class Images:
     """Vision features of P prompts, and the prompt that each of B sequences belongs to.
 
-    `select` and `repeat` share the features: parts of a batch see those that `refresh` computes, and their backward
-    passes accumulate gradients in them, where `backward` reads them.
+    `select` and `repeat` share the features: parts of a batch see those that `refresh` computes,
+    and their backward passes accumulate gradients in them, where `backward` reads them.
 
     Attributes:
         prompts: [B] int64, on the CPU: prompt number of each sequence.
-        places: per prompt [4, Q] int64, on the CPU: time, height and width of each token, and whether it is an image's.
+        places: per prompt [4, Q] int64, on the CPU: time, height and width of each token, and
+            whether it is an image's.
         ends: [P] int64, on the CPU: the position that follows a prompt.
-        features: per prompt [n, D, H], on the device of the model; leaves that receive gradients if the vision tower is
-            trained.
-        pixels: per prompt the inputs of the tower, on the CPU: patches and their grid; empty if the tower is frozen.
+        features: per prompt [n, D, H], on the device of the model; leaves that receive gradients if
+            the vision tower is trained.
+        pixels: per prompt the inputs of the tower, on the CPU: patches and their grid; empty if the
+            tower is frozen.
         outputs: by prompt number [n, D, H], with the graph of the tower, from `refresh`.
     """
 
@@ -217,7 +222,7 @@ class Images:
         prompts: Sequence[list[int]],
         pictures: Sequence[Sequence[Image.Image]],
     ) -> "Images":
-        """Runs the vision tower once per prompt, so that features do not depend on the rest of the batch.
+        """Runs the vision tower once per prompt: features do not depend on the batch.
 
         Args:
             model: a policy, wrapped by peft or not.
@@ -291,7 +296,7 @@ class Images:
         return _compact(dataclasses.replace(both, prompts=both.prompts[: len(self)].index_copy(0, rows, new)))
 
     def check(self, lengths: Sequence[int]) -> None:
-        """Raises ValueError if the lengths of the prompts differ from those the images were made for.
+        """Raises ValueError if these are the images of prompts of other lengths.
 
         Args:
             lengths: prompt tokens of each sequence.
@@ -314,9 +319,10 @@ class Images:
         return dataclasses.replace(self, features=[x.to(device) for x in self.features])
 
     def refresh(self, model: nn.Module, prompts: torch.Tensor) -> None:
-        """Computes the features of some prompts with the current weights of the tower, and keeps the graph.
+        """Computes features with the current weights of the tower, and keeps the graph.
 
-        Call it at the start of an optimizer step on the images of the whole batch; a no-op for a frozen tower.
+        Call it at the start of an optimizer step on the images of the whole batch; a no-op for a
+        frozen tower.
 
         Args:
             model: the policy.
@@ -333,9 +339,10 @@ class Images:
                 self.features[number].requires_grad_()
 
     def backward(self) -> None:
-        """Backpropagates the gradients of the features since `refresh` through the tower, one pass per prompt.
+        """Backpropagates the gradients of the features through the tower, one pass per prompt.
 
-        Call it before the optimizer step, on the images that were refreshed. The features stay, without graph.
+        Call it before the optimizer step, on the images that were refreshed. The features stay,
+        without graph.
         """
         for number, output in self.outputs.items():
             gradient = self.features[number].grad
@@ -397,8 +404,9 @@ def join(parts: Sequence[Images]) -> Images:
 def positions(ids: Sequence[int], grids: Sequence[Sequence[int]], config: PretrainedConfig) -> tuple[torch.Tensor, int]:
     """Rotary positions of a prompt with images.
 
-    A text token has the same position on all three axes. An image token has its own time, row and column, counted from
-    the position that follows the text before it. Text after an image continues after the largest of them.
+    A text token has the same position on all three axes. An image token has its own time, row and
+    column, counted from the position that follows the text before it. Text after an image continues
+    after the largest of them.
 
     Args:
         ids: the prompt's tokens.
@@ -406,7 +414,8 @@ def positions(ids: Sequence[int], grids: Sequence[Sequence[int]], config: Pretra
         config: of the policy.
 
     Returns:
-        [4, Q] int64: time, height, width, and 1 for image tokens; and the position that follows the prompt.
+        [4, Q] int64: time, height, width, and 1 for image tokens; and the position that follows the
+        prompt.
 
     Raises:
         ValueError: images and image tokens do not match.

@@ -32,7 +32,7 @@ def _rows(lengths_m: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def learned_positions(model: nn.Module) -> int | None:
-    """Number of learned positions, which limits the length of a sequence; None for a model with rotary positions.
+    """Number of learned positions, the longest sequence; None with rotary positions.
 
     Args:
         model: a transformers causal language model, wrapped by peft or not.
@@ -59,19 +59,21 @@ class LogProbs(nn.Module):
         suppressed_ids: Sequence[int] = (),
         adapters: bool = True,
     ):
-        """Wraps a model, and installs the attention of common/model/attention.py in it if it is plain causal.
+        """Wraps a model, and installs the attention of common/model/attention.py if possible.
 
         Args:
             model: a transformers causal language model, without dropout; wrapped by peft or not.
-            temperature: the sampling temperature, so that these are the log-probabilities of the sampled distribution.
+            temperature: the sampling temperature, so that these are the log-probabilities of the
+                sampled distribution.
             compile: compile transformer blocks and head, on a GPU.
             train_entropy: make the entropy differentiable, for an entropy bonus.
             suppressed_ids: tokens that are never sampled, the same as in `rollout.Sampler`.
-            adapters: False disables the adapters of the model, which is then its own reference. Nothing else may use
-                the model at the same time.
+            adapters: False disables the adapters of the model, which is then its own reference.
+                Nothing else may use the model at the same time.
 
         Raises:
-            TypeError: the output head is not a plain linear layer, for instance because it has an adapter.
+            TypeError: the output head is not a plain linear layer, for instance because it has an
+                adapter.
         """
         super().__init__()
         head = model.get_output_embeddings()
@@ -91,7 +93,8 @@ class LogProbs(nn.Module):
         if self.compiled:
             from torch._dynamo import config
 
-            # variants with and without gradients, adapters and a cache, for several lengths, exceed the default of 8
+            # variants with and without gradients, adapters and a cache, for several lengths, exceed
+            # the default of 8
             config.recompile_limit = max(32, config.recompile_limit)
             for block in attention.decoder_layers(model, support):
                 if block._compiled_call_impl is None:  # or the reference would discard the policy's compiled code
@@ -109,10 +112,11 @@ class LogProbs(nn.Module):
 
         Args:
             prompt_ids: [m, Q] int64, padded on the left.
-            prompt_mask: [m, Q] bool; or [m] int64 on the CPU, the lengths, which avoids a host sync.
+            prompt_mask: [m, Q] bool; or [m] int64 on the CPU, the lengths, which avoids a host
+                sync.
             completion_ids: [m, C] int64, padded on the right.
-            completion_mask: [m, C] bool, the tokens of each completion, end token included; or [m], the lengths, as
-                above. A completion may be empty.
+            completion_mask: [m, C] bool, the tokens of each completion, end token included; or [m],
+                the lengths, as above. A completion may be empty.
             images: of the m prompts, if the policy reads images.
 
         Returns:
@@ -149,13 +153,15 @@ class LogProbs(nn.Module):
             [N, H], and the row and column of each of the N tokens, both [N] int64.
 
         Raises:
-            ValueError: the images belong to other prompts, or a sequence is longer than the learned positions.
+            ValueError: the images belong to other prompts, or a sequence is longer than the learned
+                positions.
         """
         (m, Q), device = prompt_ids.shape, prompt_ids.device
         prompt_m, completion_m = (x if x.dim() == 1 else x.sum(1) for x in (prompt_mask, completion_mask))  # lengths
         lengths, completions = torch.stack([prompt_m + completion_m, completion_m]).tolist()
         if self.max_positions is not None and (longest := max(lengths)) > self.max_positions:
-            # reading an embedding out of bounds raises IndexError on a CPU, and ends the process on a GPU
+            # reading an embedding out of bounds raises IndexError on a CPU, and ends the process on
+            # a GPU
             raise ValueError(
                 f"row {lengths.index(longest)} of a batch has {longest} tokens, prompt and completion, but the model "
                 f"has {self.max_positions} positions; lower max_prompt_tokens or max_new_tokens"
@@ -177,8 +183,9 @@ class LogProbs(nn.Module):
             packed = attention.inputs(device, attention.Packed.of(lengths, device))
             hidden = self._hidden(**kwargs, **packed)
         else:
-            # Each row is shifted to the left, so that all padding is at its end, which causal attention never sees: no
-            # mask is needed, fast kernels apply, and every position has something to attend to.
+            # Each row is shifted to the left, so that all padding is at its end, which causal
+            # attention never sees: no mask is needed, fast kernels apply, and every position has
+            # something to attend to.
             position_T = torch.arange(max(lengths), device=device)
             source_mT = position_T + padding_m[:, None]
             ids_mT = ids_mT.gather(1, source_mT.clamp(max=T - 1))
@@ -189,7 +196,8 @@ class LogProbs(nn.Module):
                 kwargs = images.inputs(self.model, ids_mT, torch.arange(m, device=device)[:, None], position_T)
             hidden = self._hidden(**kwargs, use_cache=False)
 
-        # the state before a token predicts it; prompt and padding are never projected to the vocabulary
+        # the state before a token predicts it; prompt and padding are never projected to the
+        # vocabulary
         row_N, position_N = _rows(completion_m, sum(completions))
         before_N = start_m[row_N] + prompt_m[row_N] + position_N - 1
         return hidden.flatten(0, 1).index_select(0, before_N.to(hidden.device)), (row_N, position_N)
@@ -217,11 +225,12 @@ def fill(
         field: "old_logps" or "ref_logps".
         policy: a `LogProbs`; or one for each `replica` of the micro-batches.
         device: of the inputs; or that of each replica.
-        micro_batch_tokens: size of the micro-batches; FORWARD_FACTOR times as many tokens go into one forward pass,
-            which is faster. 0: each micro-batch alone, as in the update, so that before the first update the ratio is
-            exactly 1; larger passes may round differently in half precision.
-        images: of the same prompts, computed by the vision tower of this model; for a reference whose policy trains its
-            tower.
+        micro_batch_tokens: size of the micro-batches; FORWARD_FACTOR times as many tokens go into
+            one forward pass, which is faster. 0: each micro-batch alone, as in the update, so that
+            before the first update the ratio is exactly 1; larger passes may round differently in
+            half precision.
+        images: of the same prompts, computed by the vision tower of this model; for a reference
+            whose policy trains its tower.
 
     Raises:
         HopelessError: memory does not suffice for a single sequence.
@@ -239,8 +248,8 @@ def fill(
             model, where = policies[number], devices[number]
             queue.append(_ForwardPass([micro], model, where, images, exact=not limit, can_split=not sharded))
     passes = [queue[k] for k in range(max(map(len, queues))) for queue in queues if k < len(queue)]
-    # Inputs are copied before any pass is queued, and results after all of them, because a copy between GPUs waits for
-    # everything that is queued on either.
+    # Inputs are copied before any pass is queued, and results after all of them, because a copy
+    # between GPUs waits for everything that is queued on either.
     inputs = [forward.inputs() for forward in passes]
     found = []
     for k, forward in enumerate(passes):
@@ -277,7 +286,7 @@ class _ForwardPass:
         return batches[0] if len(batches) == 1 else _join(batches)
 
     def values(self, inputs: list[torch.Tensor | Images]) -> list[torch.Tensor]:
-        """Output of the policy for each micro-batch, [m, C, ...]; computed in smaller parts if memory runs out."""
+        """Output of the policy for each micro-batch, [m, C, ...]; splits if memory runs out."""
         rows = [len(micro.prompt_ids) for micro in self.micros]
         if sum(rows) <= getattr(self.policy, "most_rows", math.inf):  # set after a failure
             with memory.noticed() as failure:
@@ -302,15 +311,16 @@ class _ForwardPass:
         return [torch.cat(found)]
 
     def _forward(self, inputs: list[torch.Tensor | Images]) -> torch.Tensor:
-        # Gradients are on where a micro-batch must be computed by the same compiled graph as in the update: the one
-        # without gradients may round differently. Its activations are freed before the next.
+        # Gradients are on where a micro-batch must be computed by the same compiled graph as in the
+        # update: the one without gradients may round differently. Its activations are freed before
+        # the next.
         trained = any(p.requires_grad for p in self.policy.parameters())
         with torch.set_grad_enabled(trained and self.policy.compiled and self.exact and self.can_split):
             return self.policy(*inputs)[0].detach()
 
 
 def _join(batches: list[list[torch.Tensor | Images]]) -> list[torch.Tensor | Images]:
-    """Concatenates the rows of several batches: prompts padded on the left, completions on the right."""
+    """Concatenates the rows of batches; prompts are padded on the left, completions on the right."""
     joined = []
     for i, tensors in enumerate(zip(*batches, strict=True)):
         if isinstance(tensors[0], Images):
@@ -333,8 +343,8 @@ def check_head(model: nn.Module) -> None:
         model: a transformers causal language model.
 
     Raises:
-        ValueError: the model does more than a linear head between hidden states and logits, such as scaling, so that
-            log-probabilities computed here would be wrong.
+        ValueError: the model does more than a linear head between hidden states and logits, such as
+            scaling, so that log-probabilities computed here would be wrong.
     """
     ids = torch.arange(4, device=model.device)[None] + 1
     was_training = model.training

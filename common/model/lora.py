@@ -1,7 +1,8 @@
-"""LoRA: small trained matrices beside frozen weights; with adapters disabled the model is its own reference.
+"""LoRA: small trained matrices beside frozen weights, which alone are the reference.
 
-An adapted layer computes W x + (alpha / rank) B A x, with W frozen and B zero at first (Hu et al. 2021, arXiv
-2106.09685, Section 4.1). common/model/merging.py disables adapters, and merges them into W for rollouts.
+An adapted layer computes W x + (alpha / rank) B A x, with W frozen and B zero at first (Hu et al.
+2021, arXiv 2106.09685, Section 4.1). common/model/merging.py disables adapters, and merges them
+into W for rollouts.
 
 Dims: r rank, I inputs and O outputs of a layer.
 """
@@ -97,7 +98,7 @@ def check(cfg: Any) -> None:
 
 
 def targets(model: PreTrainedModel, names: str) -> list[str]:
-    """Full names of the layers that get adapters: linear layers of the decoder, without output head and vision tower.
+    """Names of the layers that get adapters: linear, in the decoder; no head, no vision tower.
 
     Args:
         model: without adapters.
@@ -256,7 +257,7 @@ def save(model: nn.Module, folder: Path | str) -> None:
 
 
 def quantization(bits: int, dtype: torch.dtype) -> BitsAndBytesConfig:
-    """Quantization of the linear layers for from_pretrained; output head and embeddings are not quantized.
+    """Quantization for from_pretrained: of linear layers, but not of output head and embeddings.
 
     Args:
         bits: 8, or 4: NF4 with quantized scales (Dettmers et al. 2023, arXiv 2305.14314).
@@ -296,6 +297,6 @@ def _wrap(model: PreTrainedModel, config: Any) -> nn.Module:
 
 
 def _require_input_grad(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
-    """Gives the first layer an input with a gradient, like the others, so that all share one compiled graph."""
+    """Gives the first layer an input with a gradient, so that all layers share a compiled graph."""
     if torch.is_grad_enabled():
         output.requires_grad_(True)

@@ -1,7 +1,7 @@
-"""Disables adapters for the reference, and merges them into the weights: for a rollout, or permanently.
+"""Disables adapters, or merges them into the weights: for a rollout, or permanently.
 
-A rollout with W + (alpha / rank) B A in place of W runs as fast as without adapters; afterwards W is restored bit for
-bit. Dims as in common/model/lora.py.
+A rollout with W + (alpha / rank) B A in place of W runs as fast as without adapters; afterwards W
+is restored bit for bit. Dims as in common/model/lora.py.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _adapter_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules whose adapters can be disabled; cached, because finding them takes 6 ms in 28 layers."""
+    """The modules with adapters; cached, because finding them takes 6 ms in 28 layers."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -46,7 +46,7 @@ def _adapter_modules(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """Disables the adapters of a model, which then computes what it did before training; a no-op without adapters.
+    """Disables the adapters of a model, which is then its own reference; a no-op without adapters.
 
     Args:
         model: wrapped by peft or not.
@@ -72,10 +72,11 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def merged(model: nn.Module) -> Iterator[None]:
-    """Merges the adapters into the weights, and afterwards restores the weights bit for bit; a no-op without adapters.
+    """Merges the adapters into the weights, and restores the weights afterwards, bit for bit.
 
-    Copies are restored, because subtracting what was added would not give the same weights in bf16. Weights keep their
-    addresses, which CUDA graphs hold. Quantized weights are not merged: their adapters stay active.
+    A no-op without adapters. Copies are restored, because subtracting what was added would not give
+    the same weights in bf16. Weights keep their addresses, which CUDA graphs hold. Quantized
+    weights are not merged: their adapters stay active.
 
     Args:
         model: wrapped by peft or not.
@@ -133,7 +134,7 @@ def _mergeable(model: nn.Module) -> list[nn.Module]:
 
 @torch.no_grad()
 def _merge(layer: nn.Module) -> None:
-    """Merges the adapters of one layer, in fp32 and rounded once; peft merges those that are not plain LoRA."""
+    """Merges the adapters of one layer, in fp32; peft merges those that are not plain LoRA."""
     from peft.tuners.lora import Linear
 
     if not isinstance(layer, Linear) or layer.lora_variant or any(layer.lora_bias.values()):
@@ -175,7 +176,7 @@ class _Copies:
 
 
 def _copies(model: nn.Module, weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of weights: temporary ones on the GPU if they fit; else in CPU memory, where they are kept."""
+    """Copies of weights: temporary ones on the GPU, or if they do not fit, kept in CPU memory."""
     if model not in _on_host:
         device = weights[0].device
         if device.type == "cuda" and sum(w.nbytes for w in weights) <= GPU_COPY_SHARE * free_bytes(device):

@@ -39,8 +39,8 @@ def load_policy(
 ) -> tuple[PreTrainedTokenizerBase, nn.Module]:
     """Loads the model to be trained, without dropout, and its tokenizer, with padding repaired.
 
-    Saved adapters, such as those in a checkpoint, are trained further, and their base model is the reference; if `lora`
-    is None, they are merged, and all weights are trained.
+    Saved adapters, such as those in a checkpoint, are trained further, and their base model is the
+    reference; if `lora` is None, they are merged, and all weights are trained.
 
     Args:
         name: see `sources.find`.
@@ -50,11 +50,12 @@ def load_policy(
         lora: the adapters to train; None: all weights.
 
     Returns:
-        The tokenizer, which pads on the left with a token that is not the end token, and the model in train mode; with
-        `lora` a PeftModel.
+        The tokenizer, which pads on the left with a token that is not the end token, and the model
+        in train mode; with `lora` a PeftModel.
 
     Raises:
-        ValueError: the model cannot be found, its log-probabilities would be wrong, or `lora` does not fit it.
+        ValueError: the model cannot be found, its log-probabilities would be wrong, or `lora` does
+            not fit it.
     """
     tokenizer, source = sources.load_tokenizer(name), sources.find(name)
     saved = sources.base_of(source) if lora else None
@@ -94,7 +95,7 @@ def load_frozen(name: str, device: torch.device, dtype: str) -> PreTrainedModel:
 
 
 def load_spread(name: str, devices: list[torch.device], dtype: str) -> PreTrainedModel:
-    """Loads a frozen model with its layers spread over several GPUs, which compute one after the other.
+    """Loads a frozen model, its layers spread over several GPUs, which compute in turn.
 
     Args:
         name: see `sources.find`.
@@ -129,7 +130,8 @@ def require_finite(model: nn.Module, source: str) -> None:
         for values in (weight, *scales):
             if values is None or not values.is_floating_point() or values.numel() == 0 or values.element_size() < 2:
                 continue  # torch has no reductions for 8 bits
-            # unlike isfinite(), aminmax() allocates nothing of the size of the weight; it propagates NaN
+            # unlike isfinite(), aminmax() allocates nothing of the size of the weight; it
+            # propagates NaN
             bad = [value for value in torch.stack(torch.aminmax(values.detach())).tolist() if not math.isfinite(value)]
             if bad:
                 raise ValueError(
@@ -140,7 +142,7 @@ def require_finite(model: nn.Module, source: str) -> None:
 
 
 def _file_of(name: str, source: str) -> str:
-    """The file of a weight, for messages; its name in the model and in the file may have different prefixes."""
+    """The file of a weight, for messages; names in model and file may differ in their prefix."""
     for path in sorted(Path(source).glob("*.safetensors")) if Path(source).is_dir() else ():
         with safe_open(path, "pt") as file:
             if any(f".{name}".endswith(f".{key}") or key.endswith(f".{name}") for key in file.keys()):  # noqa: SIM118
@@ -149,7 +151,7 @@ def _file_of(name: str, source: str) -> str:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """SHA-256 of 64 values of every parameter: tells when a checkpoint was replaced under the same name.
+    """SHA-256 of 64 values of every parameter, to detect another checkpoint under the same name.
 
     Args:
         model: on any device.
@@ -180,11 +182,13 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
 def repair_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
     """Gives the tokenizer a pad token that is not its end token, and reports the change.
 
-    With pad = eos, later training on the saved model may mask its end tokens as padding, and it never stops.
+    With pad = eos, later training on the saved model may mask its end tokens as padding, and it
+    never stops.
 
     Args:
         tokenizer: changed in place if needed.
-        model: gets the pad id of the tokenizer; its embedding grows only if the vocabulary has no suitable token.
+        model: gets the pad id of the tokenizer; its embedding grows only if the vocabulary has no
+            suitable token.
     """
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         vocabulary = tokenizer.get_vocab()
@@ -231,7 +235,8 @@ def replicate(model: PreTrainedModel, devices: Sequence[torch.device], trained: 
     if len(devices) > 1 and devices[0].type == "cuda":
         import torch._dynamo
 
-        # layers are compiled once per device; beyond the limit, by default 8, they would run uncompiled
+        # layers are compiled once per device; beyond the limit, by default 8, they would run
+        # uncompiled
         torch._dynamo.config.recompile_limit = max(8 * len(devices), torch._dynamo.config.recompile_limit)
     return replicas
 
@@ -248,7 +253,7 @@ def refresh(replicas: Sequence[PreTrainedModel]) -> None:
 
 @torch.no_grad()
 def sum_gradients(replicas: Sequence[PreTrainedModel]) -> None:
-    """Sums the gradients of all replicas on the first and clears those of the others, without a host sync."""
+    """Moves the gradients of all replicas to the first and sums them, without a host sync."""
     for first, *others in zip(*(replica.parameters() for replica in replicas), strict=True):
         for other in others:
             if other.grad is not None:  # None with fewer sequences than replicas
@@ -259,7 +264,7 @@ def sum_gradients(replicas: Sequence[PreTrainedModel]) -> None:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Switches to eval mode and afterwards back: in train mode, gradient checkpointing disables the cache."""
+    """Switches to eval mode and back: in train mode, gradient checkpointing disables the cache."""
     was_training = model.training
     model.eval()
     try:
@@ -300,14 +305,15 @@ def _load(name: str, device: torch.device, dtype: str, bits: int = 0) -> PreTrai
 
 
 def _read(name: str, dtype: torch.dtype, bits: int = 0, **options: Any) -> PreTrainedModel:
-    """Loads a model without dropout, saved adapters merged; in CPU memory, unless `options` place it elsewhere."""
+    """Loads a model without dropout, saved adapters merged; on the CPU, unless `options` differ."""
     source = sources.find(name)
     base = sources.base_of(source)
     if base:
         return merging.merge(adapters.wrap_saved(_read(base, dtype, bits, **options), source))
     if bits:
         options["quantization_config"] = adapters.quantization(bits, dtype)
-    # TF32 would keep 11 bits of the rotary positions, an fp32 product, and round positions above 2,048
+    # TF32 would keep 11 bits of the rotary positions, an fp32 product, and round positions above
+    # 2,048
     torch.set_float32_matmul_precision("highest")
     try:
         is_vlm = images.is_vlm(source)
@@ -334,7 +340,7 @@ def _read(name: str, dtype: torch.dtype, bits: int = 0, **options: Any) -> PreTr
 
 
 def _disable_dropout(model: nn.Module) -> None:
-    """Disables dropout, or the first ratio would not be 1. The config, which is saved, keeps its values."""
+    """Disables dropout, or the first ratio would not be 1. The config keeps its values."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -19,8 +19,9 @@ class RewardModel:
         dtype: of the weights; scores are always fp32.
 
     Raises:
-        ValueError: the model cannot be loaded, its type is unknown to transformers, it has more than one label, its
-            weights are incomplete or not finite, or it has no token to pad with.
+        ValueError: the model cannot be loaded, its type is unknown to transformers, it has more
+            than one label, its weights are incomplete or not finite, or it has no token to pad
+            with.
     """
 
     def __init__(
@@ -59,11 +60,11 @@ class RewardModel:
     def scores(
         self, prompts: Sequence[str | list[dict]], completions: Sequence[str], batch_size: int = 16
     ) -> torch.Tensor:
-        """Scores each completion as the reply to its prompt, in the model's own chat template if it has one.
+        """Scores each completion as the reply to its prompt, in the model's own chat template.
 
         Args:
-            prompts: B user texts or message lists. A text with tokens of this model's chat template is not templated
-                again.
+            prompts: B user texts or message lists. A text with tokens of this model's chat template
+                is not templated again.
             completions: B texts.
             batch_size: conversations in one forward pass; does not change the scores.
 
@@ -71,7 +72,8 @@ class RewardModel:
             Scores, fp32 [B] on CPU.
 
         Raises:
-            ValueError: a conversation is empty or longer than the model reads, or a score is not finite.
+            ValueError: a conversation is empty or longer than the model reads, or a score is not
+                finite.
         """
         texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         parts = [self._forward(texts[i : i + batch_size]) for i in range(0, len(texts), batch_size)]
@@ -106,7 +108,7 @@ class RewardModel:
 
 
 def _set_pad_token(tokenizer: Any, config: Any) -> None:
-    """Gives tokenizer and model the same pad token, because the head reads the last token that is not padding."""
+    """Sets the same pad token in tokenizer and model: the head reads the last other token."""
     if tokenizer.pad_token_id is None:
         # The end token is the last choice: as padding, it would hide the end token of the text.
         ids = (config.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)

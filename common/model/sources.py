@@ -22,7 +22,8 @@ def find(name: str) -> str:
     """The folder or hub id of a model, for from_pretrained.
 
     Args:
-        name: "toy" or "toy-teacher", which are built in; a folder; or a hub id, "Qwen/Qwen2.5-0.5B-Instruct".
+        name: "toy" or "toy-teacher", which are built in; a folder; or a hub id,
+            "Qwen/Qwen2.5-0.5B-Instruct".
 
     Raises:
         ValueError: the name looks like a path, and no folder exists there.
@@ -83,7 +84,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 def end_token_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
     """All tokens that end a completion, from tokenizer, config and generation config.
 
-    Chat models often have two; with one of them missing, the policy would be trained on text after its end.
+    Chat models often have two; with one of them missing, the policy would be trained on text after
+    its end.
 
     Args:
         tokenizer: the policy's tokenizer.

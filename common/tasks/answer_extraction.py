@@ -3,11 +3,15 @@ r"""Extracts the final answer from a completion.
 The first rule that applies decides:
   1. Only the text after the last </think> counts; an unclosed <think> means no answer.
   2. Inside the last <answer>...</answer>, rules 3 to 5 apply.
-  3. The last balanced \boxed{...} or \fbox{...}. It is read as mathematics, so units in it need \text{...}.
-  4. After the last ####, on the same line: the expression it starts with or, if it starts with words, its first number.
+  3. The last balanced \boxed{...} or \fbox{...}. It is read as mathematics, so units in it need
+     \text{...}.
+  4. After the last ####, on the same line: the expression it starts with or, if it starts with
+     words, its first number.
   5. An <answer>, or a one-line completion without prose, is read like the line of rule 4.
-  6. A closing "the answer is B" or "Option (B)": one capital letter or, in a text without numbers, any word.
-  7. The last number, unless it is part of an expression: 10^3, 2\sqrt{3}, x/2, x > 4 and (3, 4) give no answer.
+  6. A closing "the answer is B" or "Option (B)": one capital letter or, in a text without numbers,
+     any word.
+  7. The last number, unless it is part of an expression: 10^3, 2\sqrt{3}, x/2, x > 4 and (3, 4)
+     give no answer.
 An empty or unclosed marker means no answer; later rules are not tried.
 """
 
@@ -24,7 +28,7 @@ CHOICES = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZ")  # letters of multiple choice
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Contents of the last balanced \boxed{...}, \fbox{...} or `\boxed 42`; None if there is none."""
+    r"""Contents of the last balanced \boxed{...}, \fbox{...} or `\boxed 42`; or None."""
     starts, last = [], (-1, -1)  # starts: of the contents of each open brace, -1 if it is no box
     for token in _BOX_TOKEN.finditer(text):
         if token["bare"]:

@@ -1,7 +1,8 @@
 r"""Normal form of an answer's text, and exact values of the numbers in it.
 
-Quotation marks and markup around an answer are removed. Full-width forms, one-character fractions, superscripts, signs
-of mathematics, Arabic marks and no-break spaces in numbers are read like their ASCII or LaTeX forms.
+Quotation marks and markup around an answer are removed. Full-width forms, one-character fractions,
+superscripts, signs of mathematics, Arabic marks and no-break spaces in numbers are read like their
+ASCII or LaTeX forms.
 """
 
 import re
@@ -57,8 +58,9 @@ _UNIT_POWER = re.compile(
     r"(?<=\d)((?: |\\ )?(?:\\(?:text|mathrm)\{ ?)?(?:[a-zA-Z]{2,12}|m)(?:/[a-zA-Z]{1,4})? ?\}?) ?"
     r"\^ ?(?:[23]|\{ ?[23] ?\})"
 )
-# Text directly before or after a number that makes it part of an expression: exponents and bases, roots,
-# numerators and denominators, indices, factors of a constant, bounds; but not arrows (=> 42) and tags (<b>42</b>).
+# Text directly before or after a number that makes it part of an expression: exponents and bases,
+# roots, numerators and denominators, indices, factors of a constant, bounds; but not arrows (=> 42)
+# and tags (<b>42</b>).
 _PART_BEFORE = re.compile(
     r"""(?: \^\ ?[{(]?  |  [\w})]_\{?  |  [a-zA-Z)}]/  |  \}\ ?\{  |  (?<![</\w])\w+\ ?>=?  |  (?<!<)<=?
       | \\(?:sqrt|frac|overline|bar|dot|log|ln|sin|cos|tan)(?:\ ?\[\d+\])?\ ?[{(]?
@@ -77,7 +79,7 @@ _MAX_NUMBER_LENGTH = 1000  # characters; int() refuses long texts, so a longer n
 
 
 def clean(text: str) -> str:
-    r"""Normal form of an answer: no currency, math delimiters or markup; `\dfrac` as `\frac`; "a and b" as "a, b"."""
+    r"""Normal form: no currency, math delimiters or markup; `\dfrac` as `\frac`; "a and b" as "a, b"."""
     text = _THOUSANDS_SPACE.sub("", _BEFORE_FRACTION_CHARACTER.sub(" ", text))
     text = _SUPERSCRIPT_RUN.sub(lambda m: f"^{{{m[0].translate(_SUPERSCRIPTS)}}}", text)
     text = _SQUARE_ROOT.sub(lambda m: rf"\sqrt{{{m[1] or m[2]}}}", text)
@@ -94,7 +96,7 @@ def clean(text: str) -> str:
 
 
 def split_commas(text: str) -> list[str]:
-    """Splits at the commas outside all brackets; an unmatched closing bracket gives an empty list."""
+    """Splits at commas outside brackets; an unmatched closing bracket gives an empty list."""
     depth, cuts = 0, [-1]
     for i, char in enumerate(text):
         depth += (char in "([{") - (char in ")]}")
@@ -106,7 +108,7 @@ def split_commas(text: str) -> list[str]:
 
 
 def find_numbers(text: str) -> tuple[str, list[re.Match]]:
-    r"""The text with \frac{1}{2} as 1/2, 2 \times 10^3 as 2e3 and 0.\overline{3} as 3/9, and the numbers in it."""
+    r"""Text with \frac{1}{2} as 1/2, 2 \times 10^3 as 2e3, 0.\overline{3} as 3/9; and its numbers."""
     text = _LATEX_FRACTION.sub(lambda m: f"{m[1] or ''} {m[2] or m[3]}/{m[4] or m[5]} ".lstrip(), clean(text))
     text = _REPEATING.sub(_as_ratio, _SCIENTIFIC.sub(lambda m: f"{m[1]}e{m[2] or m[3]}", text))
     text = " ".join(text.split())
@@ -120,7 +122,7 @@ def _as_ratio(match: re.Match) -> str:
 
 
 def is_part_of_expression(text: str, number: re.Match) -> bool:
-    """Whether a number found in a text is part of a larger expression or of a list, so that it is no answer."""
+    """Whether a number is part of a larger expression or of a list, so that it is no answer."""
     before = text[max(0, number.start() - _MAX_CONTEXT) : number.start()]
     after = text[number.end() : number.end() + _MAX_CONTEXT]
     if _PART_BEFORE.search(before) or _PART_AFTER.match(after):
@@ -153,8 +155,8 @@ def to_fraction(text: str) -> Fraction | None:
 def last_number(text: str) -> str | None:
     """Last number of a text, as `plain_number` writes it; `a/b` and `%` are kept.
 
-    None without a number, or if the last one is part of an expression, like the 3 of 10^3. Exponents of units, like
-    the 2 of cm^2, are skipped.
+    None without a number, or if the last one is part of an expression, like the 3 of 10^3.
+    Exponents of units, like the 2 of cm^2, are skipped.
     """
     text, numbers = find_numbers(_UNIT_POWER.sub(r"\1", clean(text)))
     return plain_number(numbers[-1]) if numbers and not is_part_of_expression(text, numbers[-1]) else None

@@ -1,17 +1,18 @@
 r"""Compares the answer of a completion with the gold answer.
 
-Start here: `answers_match`. Extraction is in answer_extraction.py, numbers in answer_numbers.py, Math-Verify in
-math_verify_process.py.
+Start here: `answers_match`. Extraction is in answer_extraction.py, numbers in answer_numbers.py,
+Math-Verify in math_verify_process.py.
 
 Two answers are equal if they are
   - the same text, where words may differ in case;
-  - the same exact number: 1,234 = 1234.00, 1/2 = 0.5, 1.5\times10^3 = 1500, 0.\overline{3} = 1/3 and 60% = 0.6, but
-    60% != 60 and 0.33 != 1/3;
-  - lists with the same brackets and equal elements, in order for (...) and [...], in any order for {...} and lists
-    without brackets;
+  - the same exact number: 1,234 = 1234.00, 1/2 = 0.5, 1.5\times10^3 = 1500, 0.\overline{3} = 1/3
+    and 60% = 0.6, but 60% != 60 and 0.33 != 1/3;
+  - lists with the same brackets and equal elements, in order for (...) and [...], in any order for
+    {...} and lists without brackets;
   - equal mathematics according to Math-Verify, if the gold answer is not a number.
-"x = 4" answers 4 and "(B) 42" answers B; "95 + 65" does not answer 160, or a policy would learn to repeat the question.
-Dates, times, scores and ranges in digits are compared as written. Units are ignored: 42 kg answers 42 cm.
+"x = 4" answers 4 and "(B) 42" answers B; "95 + 65" does not answer 160, or a policy would learn to
+repeat the question. Dates, times, scores and ranges in digits are compared as written. Units are
+ignored: 42 kg answers 42 cm.
 """
 
 import functools
@@ -44,12 +45,13 @@ def answers_match(completion: str, answer: str, *, limit: float = 5.0) -> float:
     Args:
         completion: text of the model.
         answer: gold answer: a bare value, or a worked solution that marks it with ####, a box or <answer>.
-        limit: seconds for one evaluation by Math-Verify; an answer that needs longer, or more memory or recursion than
-            the process allows, is wrong.
+        limit: seconds for one evaluation by Math-Verify; an answer that needs longer, or more
+            memory or recursion than the process allows, is wrong.
 
     Returns:
-        1.0 or 0.0. NaN for every completion if the gold answer is prose or cannot be parsed, and NaN if the
-        Math-Verify process died of anything but its time limit. For gold answers in words use `exact_match`.
+        1.0 or 0.0. NaN for every completion if the gold answer is prose or cannot be parsed, and
+        NaN if the Math-Verify process died of anything but its time limit. For gold answers in
+        words use `exact_match`.
     """
     gold = _gold(answer)
     try:
@@ -67,16 +69,18 @@ def any_answer_matches(completion: str, accepted: Sequence[str | int | float], *
     Args:
         completion: text of the model.
         accepted: the right answers, at least one; texts are gold answers as in `answers_match`.
-        limit: as in `answers_match`. After the first evaluation that needs longer no other right answer is tried, or
-            a hostile completion would cost the limit once per right answer.
+        limit: as in `answers_match`. After the first evaluation that needs longer no other right
+            answer is tried, or a hostile completion would cost the limit once per right answer.
 
     Returns:
-        1.0 if the completion's answer equals one of them by the rules of `answers_match`, else 0.0. NaN for every
-        completion if one of them cannot be graded, because completions that match it would count as wrong; and NaN if
-        the Math-Verify process died of anything but its time limit.
+        1.0 if the completion's answer equals one of them by the rules of `answers_match`, else 0.0.
+        NaN for every completion if one of them cannot be graded, because completions that match it
+        would count as wrong; and NaN if the Math-Verify process died of anything but its time
+        limit.
 
     Raises:
-        ValueError: `accepted` is not a list, is empty, or holds anything but texts and finite numbers.
+        ValueError: `accepted` is not a list, is empty, or holds anything but texts and finite
+            numbers.
     """
     texts = _accepted_texts(accepted)
     numbers = [_gold_number(text) for text in texts]
@@ -116,11 +120,12 @@ def numbers_match(completion: str, answer: str) -> float:
 
 
 def normal_answer(completion: str) -> str | None:
-    """Answer of a completion in canonical form, for counting: "49", "x = 49.0" and "The number is 49" are all 49.
+    """Canonical answer of a completion, for counting: "49", "x = 49.0" and "It is 49" are all 49.
 
     Returns:
-        A number as an exact integer or fraction, any other answer as `extract_answer` reads it; None without one.
-        Only numbers have one form: equal expressions that are written differently count as different answers.
+        A number as an exact integer or fraction, any other answer as `extract_answer` reads it;
+        None without one. Only numbers have one form: equal expressions that are written differently
+        count as different answers.
     """
     found = extract_answer(completion)
     number = None if found is None else _number_in(found)
@@ -181,7 +186,8 @@ def _are_equal(found: str, gold: str, limit: float) -> bool:
         return found == base[1] or (found_base is not None and _normal_label(found) == _normal_label(gold))
     found_number, gold_number = to_fraction(found), to_fraction(gold)
     if gold_number is not None:
-        # Only a number answers a number: Math-Verify would evaluate 95 + 65, and reward repeating the question.
+        # Only a number answers a number: Math-Verify would evaluate 95 + 65, and reward repeating
+        # the question.
         return found_number == gold_number
     # Math-Verify reads 1,234 as a set and 5% as 5, so it gets numbers as exact fractions.
     return ask_math_verify(gold, found if found_number is None else str(found_number), limit)
@@ -193,7 +199,7 @@ def _normal_label(text: str) -> str:
 
 
 def _number_in(found: str) -> Fraction | None:
-    """The number in an answer, such as 4 in "x = 4", as `_are_equal` reads it; None if the answer is anything else."""
+    """The number in an answer, such as 4 in "x = 4", as `_are_equal` reads it; None without one."""
     return None if _as_list(found) else to_fraction(_UNIT.sub("", _right_side(found)))
 
 

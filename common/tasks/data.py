@@ -2,16 +2,19 @@
 
 Reading a source is in data_sources.py, chat template and BOS in prompt_encoding.py.
 
-Columns:  the prompt is the first of `prompt`, `question`, `messages` that is not null: text, or chat messages.
-          The ground truth is `answer`: text, or a number, which becomes text (8 and 8.0 become "8").
-          Every other column reaches the reward functions, with None in rows that lack it. The names of the arguments
-          that they get anyway are refused: `completions`, `answers`, `completion_tokens`, `self`.
-Chat:     a last assistant turn is the reply to learn. It is removed from the prompt, and is the answer where `answer`
-          is missing or null, unless it calls tools. Contents are text; roles are those of ROLES.
+Columns:  the prompt is the first of `prompt`, `question`, `messages` that is not null: text, or
+          chat messages. The ground truth is `answer`: text, or a number, which becomes text (8 and
+          8.0 become "8"). Every other column reaches the reward functions, with None in rows that
+          lack it. The names of the arguments that they get anyway are refused: `completions`,
+          `answers`, `completion_tokens`, `self`.
+Chat:     a last assistant turn is the reply to learn. It is removed from the prompt, and is the
+          answer where `answer` is missing or null, unless it calls tools. Contents are text; roles
+          are those of ROLES.
 Length:   prompts over `max_prompt_tokens` are dropped and counted, never cut.
-Memory:   each process keeps all rows in Python lists: as measured, 1.25 kB for a row of 30 prompt tokens and a short
-          answer and 2.1 kB for a GSM8K row, with no higher peak while loading. A million short rows on 8 ranks take
-          10 GB; cut larger data into several files, and train on one after the other.
+Memory:   each process keeps all rows in Python lists: as measured, 1.25 kB for a row of 30 prompt
+          tokens and a short answer and 2.1 kB for a GSM8K row, with no higher peak while loading. A
+          million short rows on 8 ranks take 10 GB; cut larger data into several files, and train on
+          one after the other.
 """
 
 import functools
@@ -101,7 +104,7 @@ def load_examples(
 
 
 def _parse_row(row: dict, names: list[str], where: str, need_answer: bool) -> tuple[str | list[dict], str | None, dict]:
-    """Splits a row into prompt, answer and other columns; `names` are the columns of the whole data set."""
+    """Splits a row into prompt, answer and other columns; `names` are those of all rows."""
     used = next((name for name in PROMPT_COLUMNS if not _is_blank(row.get(name))), None)
     if used is None:
         raise ValueError(_missing_field(row, "prompt", PROMPT_LOOKALIKES, where))
@@ -195,10 +198,11 @@ def collate_columns(examples: list[Example], group_size: int) -> tuple[list[str 
 
 
 class PromptStream:
-    """Endless batches of prompts; every epoch is a new permutation of all rows, and a batch may cross its end.
+    """Endless batches of prompts; every epoch is a new permutation, and batches may cross its end.
 
-    The whole state is `position`, the number of prompts handed out so far on all ranks together. It does not depend on
-    the number of ranks, so a run that resumes on more or fewer GPUs neither repeats nor skips a row of its epoch.
+    The whole state is `position`, the number of prompts handed out so far on all ranks together. It
+    does not depend on the number of ranks, so a run that resumes on more or fewer GPUs neither
+    repeats nor skips a row of its epoch.
     """
 
     def __init__(
@@ -215,8 +219,8 @@ class PromptStream:
             num_ranks: Processes that share every batch.
 
         Raises:
-            ValueError: There are fewer rows than batch_size, batch_size is not a multiple of num_ranks, or rank or
-                position is out of range.
+            ValueError: There are fewer rows than batch_size, batch_size is not a multiple of
+                num_ranks, or rank or position is out of range.
         """
         if not 1 <= batch_size <= len(examples):
             raise ValueError(f"{len(examples)} rows, batch_size {batch_size}: use a batch_size from 1 to the row count")
@@ -263,8 +267,8 @@ class PromptStream:
     def replace(self, examples: list[Example], unwanted: Sequence[bool]) -> tuple[list[int], list[int]]:
         """Replaces some of the prompts that `next` returned by new ones; a collective.
 
-        The replaced places of all ranks get the next rows in the order of their places in the whole batch, so the same
-        rows go to the same places on any number of ranks.
+        The replaced places of all ranks get the next rows in the order of their places in the whole
+        batch, so the same rows go to the same places on any number of ranks.
 
         Args:
             examples: This rank's part of the batch, changed in place.
@@ -290,8 +294,8 @@ class PromptStream:
 
 
 def permutation(num_rows: int, seed: int, epoch: int) -> list[int]:
-    """Order of the rows in one epoch, a function of the arguments alone, so all ranks and resumed runs agree on it."""
-    # The CPU generator reads only the low 32 bits of a seed. With seed + epoch, neighbouring seeds would share the
-    # orders of neighbouring epochs.
+    """Order of the rows in one epoch, a function of the arguments alone, for ranks and resuming."""
+    # The CPU generator reads only the low 32 bits of a seed. With seed + epoch, neighbouring seeds
+    # would share the orders of neighbouring epochs.
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**32)
     return torch.randperm(num_rows, generator=generator).tolist()

@@ -1,6 +1,7 @@
 """Reads the rows of a data source as dicts.
 
-Sources: "toy" (built in) | rows.jsonl | a folder written by `datasets.save_to_disk` | a hub id "owner/name[:config]"
+Sources: "toy" (built in) | rows.jsonl | a folder written by `datasets.save_to_disk` | a hub id
+         "owner/name[:config]"
 """
 
 import json
@@ -16,8 +17,10 @@ def read_rows(source: str, split: str = "train") -> list[dict]:
     """Reads all rows of a source as dicts.
 
     Args:
-        source: "toy", a .jsonl file, a saved dataset folder, or a hub id with an optional config after a colon.
-        split: Split of the toy task, of a saved `DatasetDict` or of a hub data set; a file has none.
+        source: "toy", a .jsonl file, a saved dataset folder, or a hub id with an optional config
+            after a colon.
+        split: Split of the toy task, of a saved `DatasetDict` or of a hub data set; a file has
+            none.
 
     Raises:
         FileNotFoundError: Nothing of that name exists.
@@ -45,13 +48,13 @@ def read_rows(source: str, split: str = "train") -> list[dict]:
 
 
 def _is_hub_id(source: str) -> bool:
-    """Whether a source that is not on disk may be a hub id: a mistyped path must not be sent to the hub."""
+    """Whether a source may be a hub id: a mistyped path must not be sent to the hub."""
     is_path = source.lower().endswith(_FILE_SUFFIXES) or Path(source).parent.is_dir()
     return _HUB_ID.fullmatch(source) is not None and not is_path
 
 
 def read_json_lines(path: Path) -> list[dict]:
-    """Reads a UTF-8 file with one JSON object per line; byte-order marks, CRLF and blank lines are allowed."""
+    """Reads a UTF-8 file of one JSON object per line; BOMs, CRLF and blank lines are allowed."""
     rows, position = [], 0
     with open(path, "rb") as file:  # binary: lines end at line feeds only, U+2028 may be inside a string
         for number, raw in enumerate(file, start=1):
@@ -97,7 +100,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict:
 
 
 def _read_saved(path: Path, split: str) -> list[dict]:
-    """Reads a folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`; only the latter has splits."""
+    """Reads a folder from `save_to_disk` of a `Dataset`, or of a `DatasetDict`, which has splits."""
     datasets = _import_datasets(str(path))
     try:
         saved = datasets.load_from_disk(str(path))

@@ -42,8 +42,8 @@ def fetch(name: str) -> str:
         "ngrams" or a folder, for `Embedder`.
 
     Raises:
-        ValueError: the folder does not exist or holds no complete model, the model needs code of its own, or the hub id
-            can neither be downloaded nor found in the cache.
+        ValueError: the folder does not exist or holds no complete model, the model needs code of
+            its own, or the hub id can neither be downloaded nor found in the cache.
     """
     if name == "ngrams":
         return name
@@ -64,7 +64,8 @@ class Embedder:
     Args:
         name: from `fetch`.
         devices: each gets a copy of the model, fp16 on a GPU, fp32 on the CPU.
-        max_tokens: texts are truncated to this or to the model's own limit; "ngrams" truncates nothing.
+        max_tokens: texts are truncated to this or to the model's own limit; "ngrams" truncates
+            nothing.
         batch_size: texts in one forward pass.
         offload: keep the models in CPU memory between calls.
 
@@ -89,7 +90,8 @@ class Embedder:
     def load(self) -> None:
         """Loads the models, if that has not been done; the first call does it too.
 
-        Do not call it in a thread beside the training: loading briefly changes torch's default dtype in all threads.
+        Do not call it in a thread beside the training: loading briefly changes torch's default
+        dtype in all threads.
 
         Raises:
             ValueError: the model cannot be loaded.
@@ -110,7 +112,8 @@ class Embedder:
             [P, G, D] fp32 on the CPU, of length 1; zeros for an empty answer part.
 
         Raises:
-            ValueError: incomplete groups; the model returns a wrong number or width of embeddings, or cannot be loaded.
+            ValueError: incomplete groups; the model returns a wrong number or width of embeddings,
+                or cannot be loaded.
             FloatingPointError: an embedding is not finite or has length 0.
         """
         if len(texts) % group_size:
@@ -122,8 +125,8 @@ class Embedder:
         for row, text in enumerate(map(answer_part, texts)):
             rows_of.setdefault(text, []).append(row)
         rows_of.pop("", None)
-        # Dealt by prompt, so that one device embeds all texts that are compared; a repeated text goes with its first
-        # prompt.
+        # Dealt by prompt, so that one device embeds all texts that are compared; a repeated text
+        # goes with its first prompt.
         shares = [
             [text for text, rows in rows_of.items() if rows[0] // group_size % len(self.models) == i]
             for i in range(len(self.models))
@@ -194,7 +197,7 @@ class Embedder:
 
 
 class Ngrams(nn.Module):
-    """The built-in embedder: hashed counts of character 1- to 3-grams, which compare spelling and not meaning.
+    """The built-in embedder: hashed counts of character 1- to 3-grams, which compare spelling.
 
     The methods are those that sentence-transformers calls.
     """
@@ -215,7 +218,7 @@ class Ngrams(nn.Module):
     tokenize = preprocess  # its name in older versions of sentence-transformers
 
     def forward(self, features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Adds `sentence_embedding`, fp32 [B, 1024] of length 1, from the logarithms of the counts."""
+        """Adds `sentence_embedding`, fp32 [B, 1024] of length 1, from logarithms of the counts."""
         return {**features, "sentence_embedding": nn.functional.normalize(features["counts"].log1p(), dim=-1)}
 
     def get_embedding_dimension(self) -> int:

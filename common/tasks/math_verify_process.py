@@ -1,4 +1,4 @@
-"""Math-Verify in a process of its own, which is killed when an evaluation takes too long (POSIX)."""
+"""Math-Verify in a separate process, which is killed if an evaluation takes too long (POSIX)."""
 
 import functools
 import importlib.util
@@ -13,10 +13,11 @@ import threading
 
 
 def _main_loop() -> None:
-    """Main loop of the Math-Verify process: reads JSON lines [gold, found, seconds], writes true or false for each.
+    """Main loop of the process: reads JSON lines [gold, found, seconds], writes true or false.
 
-    The process runs the source of this function and nothing else. SIGALRM keeps its default action, so the kernel ends
-    the process in the middle of any computation, even without its parent; an idle process ends when its input closes.
+    The process runs the source of this function and nothing else. SIGALRM keeps its default action,
+    so the kernel ends the process in the middle of any computation, even without its parent; an
+    idle process ends when its input closes.
     """
     import sys
 
@@ -29,7 +30,8 @@ def _main_loop() -> None:
     from math_verify import LatexExtractionConfig, parse, verify
 
     def expression(text: str) -> list:
-        # First match and no fallback: otherwise a part of the text could be parsed, and earn a reward.
+        # First match and no fallback: otherwise a part of the text could be parsed, and earn a
+        # reward.
         options = {"fallback_mode": "no_fallback", "extraction_mode": "first_match", "parsing_timeout": None}
         return parse(f"${text}$", [LatexExtractionConfig()], **options)
 
@@ -60,8 +62,8 @@ class Grader:
     def _start(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ImportError("comparing expressions needs the package math-verify: pip install math-verify")
-        # A fresh interpreter, because multiprocessing would run the user's script again; in its own session, so that
-        # Ctrl-C reaches the trainer only.
+        # A fresh interpreter, because multiprocessing would run the user's script again; in its own
+        # session, so that Ctrl-C reaches the trainer only.
         code = f"{inspect.getsource(_main_loop)}\n{_main_loop.__name__}()"
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
         self.child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, **pipes)
@@ -70,7 +72,7 @@ class Grader:
             raise RuntimeError(f"Math-Verify process ended at its start, status {status}: try `import math_verify`")
 
     def ask(self, gold: str, found: str | None, limit: float) -> bool:
-        """Whether `found` equals `gold` as mathematics; with `found` None, whether `gold` can be parsed.
+        """Whether `found` equals `gold`; with `found` None, whether `gold` can be parsed.
 
         Raises:
             ChildProcessError: the process died, and not of its time limit.

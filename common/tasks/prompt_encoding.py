@@ -1,11 +1,13 @@
 """Encodes prompts: chat template, BOS, token ids.
 
-Template: chat messages go through the tokenizer's chat template. So does text, as one user turn, if the tokenizer has
-          a template and `apply_chat_template` is on. Text that holds a special token of the tokenizer, or ends as the
-          template does, is templated already and is used unchanged; a chat message of that kind is an error.
-          `system_prompt` opens every chat without a system turn of its own.
-BOS:      with a template, the template decides, also for text that is templated already. Without one, text gets the BOS
-          that the tokenizer puts before text. A BOS at the start of the text is not doubled. EOS is never appended.
+Template: chat messages go through the tokenizer's chat template. So does text, as one user turn, if
+          the tokenizer has a template and `apply_chat_template` is on. Text that holds a special
+          token of the tokenizer, or ends as the template does, is templated already and is used
+          unchanged; a chat message of that kind is an error. `system_prompt` opens every chat
+          without a system turn of its own.
+BOS:      with a template, the template decides, also for text that is templated already. Without
+          one, text gets the BOS that the tokenizer puts before text. A BOS at the start of the text
+          is not doubled. EOS is never appended.
 """
 
 import re
@@ -90,7 +92,8 @@ def _any_of(tokens: list[str]) -> re.Pattern:
 def _render(prompt: str | list[dict], tokenizer: PreTrainedTokenizerBase, system_prompt: str, where: str) -> str:
     """Applies the chat template to one prompt, up to the header of the assistant's turn."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    # tables give every turn the keys of all turns, null where unused, but templates ask whether a key exists
+    # tables give every turn the keys of all turns, null where unused, but templates ask whether a
+    # key exists
     messages = [{k: v for k, v in turn.items() if v is not None or k == "content"} for turn in messages]
     if system_prompt and not any(turn["role"] in ("system", "developer") for turn in messages):
         messages = [{"role": "system", "content": system_prompt}, *messages]
@@ -101,7 +104,7 @@ def _render(prompt: str | list[dict], tokenizer: PreTrainedTokenizerBase, system
 
 
 def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, source: str) -> list[list[int]]:
-    """Tokenises texts without BOS or EOS; refuses texts that have no tokens or cannot be encoded."""
+    """Tokenises texts without BOS or EOS; refuses those without tokens or with surrogates."""
     prompt_ids: list[list[int]] = []
     shared: dict[int, int] = {}  # one int object per vocabulary entry, not per token of the data: a fifth of the memory
     for start in range(0, len(texts), ROWS_PER_CALL):

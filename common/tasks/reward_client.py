@@ -1,10 +1,14 @@
 """Client of an HTTP reward service, such as grpo/poster/reward_server.py, with batches and retries.
 
-Request:  POST /compute_reward_batch {"items": [{"id", "solution_str", "ground_truth", "extra_info"}, ...]}
-Response: {"results": [{"id", "ok": true, "score", ...}, {"id", "ok": false, "error": {"code", "message", "retryable"}},
-          ...], "fingerprint": "..."}, one result per item, in order; other numbers of a result are reported as metrics
-Start:    GET /health answers 200 when the service is ready; GET /info returns its "fingerprint", which changes with
-          everything that changes scores. A run does not continue with another fingerprint.
+Request:  POST /compute_reward_batch {"items": [{"id", "solution_str", "ground_truth",
+          "extra_info"}, ...]}
+Response: {"results": [{"id", "ok": true, "score", ...}, {"id", "ok": false, "error": {"code",
+          "message", "retryable"}}, ...], "fingerprint": "..."}, one result per item, in order;
+          other numbers of a result are reported as metrics
+Start:    GET /health answers 200 when the service is ready; GET /info returns its "fingerprint",
+          which changes with everything that changes scores. A run does not continue with another
+          fingerprint.
+
 An item that the service could not score is NaN, never 0, and is left out.
 """
 
@@ -87,11 +91,13 @@ class RewardService:
             group_size: completions per prompt; a group with fewer than 75 % scored becomes NaN.
 
         Returns:
-            "service": scores with weight 1; other numbers of the results by name, with weight 0. NaN = unscored.
+            "service": scores with weight 1; other numbers of the results by name, with weight 0.
+            NaN = unscored.
 
         Raises:
-            OutageError: the service was unavailable for longer than the patience, failed, refused, sent an invalid
-                response or another fingerprint, or left more than a fifth unscored. The run can save and resume later.
+            OutageError: the service was unavailable for longer than the patience, failed, refused,
+                sent an invalid response or another fingerprint, or left more than a fifth unscored.
+                The run can save and resume later.
             ValueError: a column cannot be sent.
         """
         items = [_item(row, *pair, columns) for row, pair in enumerate(zip(completions, answers, strict=True))]
@@ -121,7 +127,7 @@ class RewardService:
         return named
 
     def _results(self, items: list[bytes]) -> tuple[list[dict[str, Any] | None], dict[int, Any]]:
-        """The result of each item, None if all tries failed, and the last error of each failed item."""
+        """The result of each item, None after failure, and the last error of each failed item."""
         results: list[dict[str, Any] | None] = [None] * len(items)
         failed: dict[int, Any] = {}
 

@@ -1,8 +1,9 @@
 """Reward functions, and the checks on the values that they return.
 
-A reward function is `f(completions: list[str], answers: list[str], **columns: list) -> list[float]`, with one value per
-completion. `columns` are the other columns of the data, and `completion_tokens`: sampled tokens per row, end token
-included. NaN means that a row cannot be scored: it is dropped from the loss and counted. Any other failure raises.
+A reward function is `f(completions: list[str], answers: list[str], **columns: list) ->
+list[float]`, with one value per completion. `columns` are the other columns of the data, and
+`completion_tokens`: sampled tokens per row, end token included. NaN means that a row cannot be
+scored: it is dropped from the loss and counted. Any other failure raises.
 """
 
 import copy
@@ -43,7 +44,8 @@ def math_match(completions: list[str], answers: list[str], **columns: list) -> l
     Args:
         completions: B texts.
         answers: B gold answers; read where the column `accepted` holds None or is missing.
-        columns: `accepted`, optional: B lists of right answers, texts or numbers, of which one has to match.
+        columns: `accepted`, optional: B lists of right answers, texts or numbers, of which one has
+            to match.
 
     Raises:
         ValueError: as in `any_answer_matches`.
@@ -72,7 +74,7 @@ def exact_match(completions: list[str], answers: list[str], **columns: list) -> 
 
 
 def format_reward(completions: list[str], answers: list[str], **columns: list) -> list[float]:
-    """1 for <think>...</think> <answer>...</answer>, each tag once, with only white space around them, else 0.
+    """1 for <think>...</think> <answer>...</answer>, each tag once, and no other text, else 0.
 
     If the prompt already opens <think>, every completion gets 0.
     """
@@ -82,15 +84,17 @@ def format_reward(completions: list[str], answers: list[str], **columns: list) -
 
 
 def length_reward(target: int, width: int | None = None, tokenizer: Any = None) -> Callable[..., list[float]]:
-    """Makes a reward function that is 1 at `target` tokens and falls linearly to 0 at a distance of `width` tokens.
+    """Makes a reward function: 1 at `target` tokens, falling linearly to 0 at a distance of `width`.
 
     Args:
         target: best length in tokens, end token included.
-        width: distance from `target`, to either side, at which the reward reaches 0; default `target`.
+        width: distance from `target`, to either side, at which the reward reaches 0; default
+            `target`.
         tokenizer: counts the tokens if the column `completion_tokens` is missing.
 
     Raises:
-        ValueError: target or width is below 1 or not finite; when called, there is neither the column nor a tokenizer.
+        ValueError: target or width is below 1 or not finite; when called, there is neither the
+            column nor a tokenizer.
     """
     width = target if width is None else width
     if not 1 <= target < math.inf or not 1 <= width < math.inf:
@@ -109,7 +113,7 @@ def length_reward(target: int, width: int | None = None, tokenizer: Any = None) 
 
 
 def overlong_penalty(lengths: torch.Tensor, max_new_tokens: int, cache: int) -> torch.Tensor:
-    """Soft penalty for long completions: 0 up to max_new_tokens - cache, then linearly down to -1 at the limit.
+    """Soft length penalty: 0 up to max_new_tokens - cache, then linearly to -1 at the limit.
 
     Args:
         lengths: [B] int64, tokens sampled, end token included.
@@ -169,11 +173,12 @@ def score(
         extra: scores of reward models by name, as pairs (B values, weight).
 
     Returns:
-        Weighted sum, fp32 [B], and the values by `__name__`, fp32 [B] each; on the CPU, NaN = unscored.
+        Weighted sum, fp32 [B], and the values by `__name__`, fp32 [B] each; on the CPU, NaN =
+        unscored.
 
     Raises:
-        ValueError: a wrong number of values; a value or sum that is not a finite fp32 number; a duplicate name; no
-            rewards.
+        ValueError: a wrong number of values; a value or sum that is not a finite fp32 number; a
+            duplicate name; no rewards.
         RuntimeError: a reward function raised or exited; the error is its cause.
     """
     rewards = [(getattr(function, "__name__", repr(function)), function, weight) for function, weight in functions]
@@ -203,7 +208,8 @@ def score(
 def _call(
     function: Callable[..., Any], name: str, completions: list[str], answers: list[str], columns: Mapping[str, list]
 ) -> Any:
-    # Copies, because a function may change them: they are logged, passed to the next function, and used again.
+    # Copies, because a function may change them: they are logged, passed to the next function, and
+    # used again.
     copies = {key: [copy.deepcopy(x) if isinstance(x, (list, dict)) else x for x in xs] for key, xs in columns.items()}
     try:
         return function(list(completions), list(answers), **copies)
@@ -213,7 +219,7 @@ def _call(
 
 
 def _checked(name: str, values: Any, completions: list[str]) -> torch.Tensor:
-    """Values of one reward as fp32 [B] on the CPU; raises a ValueError that names the reward and the row."""
+    """Values of one reward, fp32 [B] on the CPU, or a ValueError that names reward and row."""
     values = values.tolist() if hasattr(values, "tolist") else values  # a tensor or an array
     if not isinstance(values, (list, tuple)) or len(values) != len(completions):
         got = f"{len(values)} values" if isinstance(values, (list, tuple)) else f"one {type(values).__name__}"

@@ -20,8 +20,8 @@ QUANTILE = 0.7  # of a batch's cosines: at an automatic threshold, about a third
 TOLERANCE = 5e-7  # of a cosine; embeddings are fp32, so equal directions differ by 1e-7
 
 
-# Rows are sorted before clustering, because rounding in a matrix product and the choice between equal distances depend
-# on their order.
+# Rows are sorted before clustering, because rounding in a matrix product and the choice between
+# equal distances depend on their order.
 
 
 def cosines(embeddings: torch.Tensor) -> torch.Tensor:
@@ -31,7 +31,8 @@ def cosines(embeddings: torch.Tensor) -> torch.Tensor:
         embeddings: [n, D] or [P, G, D], any float dtype, of any length.
 
     Returns:
-        [n, n] or [P, G, G] fp32 on the CPU. A zero vector has cosine 0 with all others and 1 with itself.
+        [n, n] or [P, G, G] fp32 on the CPU. A zero vector has cosine 0 with all others and 1 with
+        itself.
 
     Raises:
         FloatingPointError: an embedding is not finite.
@@ -47,11 +48,12 @@ def cosines(embeddings: torch.Tensor) -> torch.Tensor:
 
 
 def cluster(embeddings: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Complete linkage: merges two clusters if every pair across them has a cosine of at least the threshold.
+    """Complete linkage: merges clusters if all pairs across them have at least this cosine.
 
     Args:
         embeddings: [n, D]. A zero vector is a cluster of its own.
-        threshold: cosine; above 1 no responses are merged, at -1 and below all but the zero vectors are.
+        threshold: cosine; above 1 no responses are merged, at -1 and below all but the zero vectors
+            are.
 
     Returns:
         [n] int64, numbered from 0 in order of first appearance.
@@ -75,12 +77,13 @@ def cluster(embeddings: torch.Tensor, threshold: float) -> torch.Tensor:
 
 
 def cluster_by_silhouette(embeddings: torch.Tensor, max_clusters: int = 7, min_silhouette: float = 0.1) -> torch.Tensor:
-    """Average linkage over 1 - cosine, with the number of clusters that has the best mean silhouette.
+    """Average linkage over 1 - cosine, with the number of clusters of the best mean silhouette.
 
     Args:
         embeddings: [n, D]. Zero vectors are alike, and at distance 1 from all others.
         max_clusters: largest number of clusters tried; ties go to the smaller number.
-        min_silhouette: below this mean silhouette, -1 to 1, all responses are one cluster, as they are for n < 3.
+        min_silhouette: below this mean silhouette, -1 to 1, all responses are one cluster, as they
+            are for n < 3.
 
     Returns:
         [n] int64, numbered from 0 in order of first appearance.
@@ -133,9 +136,10 @@ def cluster_stats(labels: torch.Tensor, cosines: torch.Tensor) -> dict[str, floa
         cosines: [P, G, G], see `cosines`.
 
     Returns:
-        Means over prompts: `clusters` (number) and `cosine` (mean over the pairs of a group); over prompts with
-        labelled rows, `singletons` (share of labelled rows that are alone in their cluster) and `effective_clusters`
-        (exp of the entropy, in nats, of the clusters' shares). NaN without values.
+        Means over prompts: `clusters` (number) and `cosine` (mean over the pairs of a group); over
+        prompts with labelled rows, `singletons` (share of labelled rows that are alone in their
+        cluster) and `effective_clusters` (exp of the entropy, in nats, of the clusters' shares).
+        NaN without values.
     """
     sizes, labelled = _sizes(labels, labels >= 0).double(), labels >= 0
     count = labelled.sum(-1)
@@ -149,11 +153,11 @@ def cluster_stats(labels: torch.Tensor, cosines: torch.Tensor) -> dict[str, floa
 
 
 class Threshold:
-    """The cosine at which two responses count as alike: a number, or calibrated on the first batches.
+    """The cosine at which responses count as alike: a number, or calibrated on the first batches.
 
     Args:
-        tau: a number, also as text, or "auto": the mean, over the first 5 batches, of the 0.7 quantile of the cosines
-            within groups.
+        tau: a number, also as text, or "auto": the mean, over the first 5 batches, of the 0.7
+            quantile of the cosines within groups.
         quantiles: `self.quantiles` from a checkpoint, the state of an automatic threshold.
 
     Raises:
@@ -174,8 +178,9 @@ class Threshold:
         """The threshold for this batch.
 
         Args:
-            cosines: [P, G, G] of the whole batch, gathered from all ranks, so that they share one threshold. Groups of
-                1 have no pairs and leave an automatic threshold unchanged, at first 1.
+            cosines: [P, G, G] of the whole batch, gathered from all ranks, so that they share one
+                threshold. Groups of 1 have no pairs and leave an automatic threshold unchanged, at
+                first 1.
         """
         if self.tau != "auto":
             return float(self.tau)
@@ -257,10 +262,11 @@ def dra(rewards: torch.Tensor, cosines: torch.Tensor) -> torch.Tensor:
         cosines: [P, G, G], see `cosines`; negative ones count as 0.
 
     Returns:
-        [P, G]: r_i / (1 + sum of the cosines with the others). Other rewards are unchanged, or repetition would improve
-        negative ones.
+        [P, G]: r_i / (1 + sum of the cosines with the others). Other rewards are unchanged, or
+        repetition would improve negative ones.
 
-    Source: arXiv 2505.09655 (DRA-GRPO). Its code sums the cosines over the batch of a device, not over the group.
+    Source: arXiv 2505.09655 (DRA-GRPO). Its code sums the cosines over the batch of a device, not
+    over the group.
     """
     others = cosines.clamp(min=0) * (1 - torch.eye(cosines.shape[-1]))
     return torch.where(rewards > 0, rewards / (1 + others.sum(-1)), rewards)
@@ -271,9 +277,12 @@ def within(rewards: torch.Tensor, labels: torch.Tensor, kappa: float, singletons
 
     Args:
         rewards: [P, G]; NaN = unscored.
-        labels: [P, G]; -1 for rows that are in no cluster, which get the advantage within the group.
-        kappa: the advantage within a cluster of m scored members has weight m / (m + kappa); inf is plain GRPO.
-        singletons: advantage within a cluster of one scored member: "zero", or "group" (plain GRPO).
+        labels: [P, G]; -1 for rows that are in no cluster, which get the advantage within the
+            group.
+        kappa: the advantage within a cluster of m scored members has weight m / (m + kappa); inf is
+            plain GRPO.
+        singletons: advantage within a cluster of one scored member: "zero", or "group" (plain
+            GRPO).
 
     Returns:
         [P, G] fp32; 0 for unscored completions.
@@ -312,9 +321,10 @@ def _pairs(cosines: torch.Tensor) -> torch.Tensor:
 
 
 def _distinct(embeddings: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cosines of the m distinct rows, fp64 [m, m], in an order that does not depend on that of the rows.
+    """Cosines of the m distinct rows, fp64 [m, m], in an order independent of that of the rows.
 
-    Also returns the index of each row among them, int64 [n], and which rows are zero vectors, bool [n].
+    Also returns the index of each row among them, int64 [n], and which rows are zero vectors, bool
+    [n].
     """
     rows = embeddings.detach().cpu().double().numpy() + 0.0  # turns -0 into 0: equal rows must have equal bytes
     if not np.isfinite(rows).all():

@@ -1,11 +1,13 @@
-"""The built-in task and policy: a small decoder that sorts five digits, so that every script runs without downloads.
+"""The built-in task and policy, a small decoder that sorts digits: scripts run without downloads.
 
-Task:    the prompt "sort 7 3 1 9 4" has the answer "13479", a number that a reward function can check.
-Policy:  an ordinary transformers folder with 1.0 M parameters. It is trained on demonstrations of which 7 in 16 sort
-         upwards and 9 in 16 downwards, so that samples at temperature 1 are right about 3 times in 10. Only the reward
-         tells the direction: RL has to reverse the policy's preference, and then make it precise.
-Teacher: a larger model for distillation, 1.7 M parameters, trained on upward demonstrations only; right 98 times in
-         100.
+Task:    the prompt "sort 7 3 1 9 4" has the answer "13479", a number that a reward function can
+         check.
+Policy:  an ordinary transformers folder with 1.0 M parameters. It is trained on demonstrations of
+         which 7 in 16 sort upwards and 9 in 16 downwards, so that samples at temperature 1 are
+         right about 3 times in 10. Only the reward tells the direction: RL has to reverse the
+         policy's preference, and then make it precise.
+Teacher: a larger model for distillation, 1.7 M parameters, trained on upward demonstrations only;
+         right 98 times in 100.
 """
 
 import hashlib
@@ -62,8 +64,8 @@ def rows(split: str) -> list[dict[str, str]]:
 def folder(name: str = "toy") -> Path:
     """Returns the folder of a built-in model; the first call trains it (about 10 s on one core).
 
-    The cache is `$RL_HAND_CACHE`, or `~/.cache/rl_hand`. Processes may call this concurrently: each builds in a
-    temporary folder, the first to finish renames it, and all return that one.
+    The cache is `$RL_HAND_CACHE`, or `~/.cache/rl_hand`. Processes may call this concurrently: each
+    builds in a temporary folder, the first to finish renames it, and all return that one.
 
     Args:
         name: "toy", the policy, or "toy-teacher".
@@ -93,7 +95,7 @@ def folder(name: str = "toy") -> Path:
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer by word and character; decoding restores the text, except for unknown characters."""
+    """A tokenizer by word and character; decoding restores all known characters."""
     vocabulary = {token: index for index, token in enumerate(SPECIALS + WORDS + CHARACTERS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*WORDS, r"[\s\S]"])), behavior="isolated")
@@ -120,7 +122,7 @@ def _warm_started(
     upwards: int,
     downwards: int,
 ) -> LlamaForCausalLM:
-    """Trains a new model on the demonstrations, with cross-entropy over the answer and its end token."""
+    """Trains a model on the demonstrations, with cross-entropy over answer and end token."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -159,7 +161,7 @@ def _warm_started(
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Makes training reproducible, and restores the caller's random state, thread count and gradient mode."""
+    """Makes training reproducible; restores random state, thread count and gradient mode."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more threads gain little at this size, and may have to wait for a core
     try:

@@ -378,7 +378,7 @@ def summarise(
     if setting.lengths != "natural":
         variance = (length - setting.shortest) ** 2 if setting.lengths == "geometric" else 0.0
         flops = update_flops(shape, sequences, setting.prompt_tokens, length, variance)
-        flops *= cfg.get("gspo_epochs", cfg.get("grpo_epochs", 1))  # distillation has none
+        flops *= cfg.get("epochs", 1)  # distillation has none
         if teacher:
             flops += 2 * sequences * length * teacher.head
         numbers["update_flops"], numbers["mfu"] = flops, flops / numbers["seconds_update"] / peak if peak else None

@@ -65,7 +65,7 @@ def line(step: int, rollout: float, update: float, **others) -> dict:
     return {"step": step, "reward": 0.0, **seconds, "completion_length": 10.0, "memory_gib": [step / 2], **others}
 
 
-CFG = {"batch_size": 2, "group_size": 4, "gspo_epochs": 1, "dtype": "bf16", "device": "cpu"}
+CFG = {"batch_size": 2, "group_size": 4, "epochs": 1, "dtype": "bf16", "device": "cpu"}
 GKD = {"batch_size": 6, "group_size": 1, "num_minibatches": 2, "micro_batch_tokens": 40, "dtype": "bf16",
        "device": "cpu"}  # fmt: skip
 
@@ -182,7 +182,7 @@ out_dir.mkdir()
 cfg = {name[2:]: options[name] for name in ("--policy_model", "--train_data", "--device", "--dtype")}
 for name in ("batch_size", "group_size", "num_minibatches", "max_new_tokens"):
     cfg[name] = int(options["--" + name])
-(out_dir / "config.json").write_text(json.dumps({**cfg, "kl_coef": 0.0, "gspo_epochs": 1}))
+(out_dir / "config.json").write_text(json.dumps({**cfg, "kl_coef": 0.0, "epochs": 1}))
 with open(out_dir / "metrics.jsonl", "w", buffering=1) as file:
     for step in range(int(options["--steps"])):
         time.sleep(0.05)

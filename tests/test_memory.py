@@ -92,19 +92,20 @@ def update(folder, batch, tokens, budget, inject=None, devices=(CPU,)) -> Simple
     logprobs.fill(cut[1], "old_logps", policies, devices, tokens)
     first = []
     for number, minibatch in enumerate(cut * 2):
-        for micro in budget.passes(minibatch, optimizer, log, replicas):
-            with budget.room():
-                logps_mC, entropy_mC = policies[micro.replica](*micro.tokens)
-                if micro.old_logps is None:
-                    micro.old_logps = logps_mC.detach()
-                ratio_m = losses.sequence_ratio(logps_mC, micro.old_logps, micro.completion_mask)
-                loss = -(ratio_m * micro.advantages).sum() / 6
-                optimizer.scale(loss).backward()
-                entropy_m = losses.masked_mean(entropy_mC, micro.completion_mask)
-                mean = loss.detach() * 6 / len(micro)
-                log.add(len(micro), loss=mean, entropy=entropy_m.mean(), seen_max=ratio_m.detach().max())
-                first += ratio_m.tolist() if number == 0 else []
-            loss = None
+
+        def forward_backward(micro, number=number):
+            logps_mC, entropy_mC = policies[micro.replica](*micro.tokens)
+            if micro.old_logps is None:
+                micro.old_logps = logps_mC.detach()
+            ratio_m = losses.sequence_ratio(logps_mC, micro.old_logps, micro.completion_mask)
+            loss = -(ratio_m * micro.advantages).sum() / 6
+            optimizer.scale(loss).backward()
+            entropy_m = losses.masked_mean(entropy_mC, micro.completion_mask)
+            mean = loss.detach() * 6 / len(micro)
+            log.add(len(micro), loss=mean, entropy=entropy_m.mean(), seen_max=ratio_m.detach().max())
+            first.extend(ratio_m.tolist() if number == 0 else [])
+
+        budget.run(minibatch, forward_backward, optimizer, log, replicas)
         models.sum_gradients(replicas)
         log.add(grad_norm=optimizer.step(1.0))
         models.refresh(replicas)
@@ -165,24 +166,30 @@ def test_nothing_of_a_failed_attempt_is_alive_in_the_next(batch):
 
     limit(policy, 60, backward=True)
     model.get_decoder().layers[0].register_forward_hook(keep)
-    log = SimpleNamespace(mark=lambda: None, back=lambda mark: None)
+    log = SimpleNamespace(mark=lambda: None, rollback=lambda mark: None)
+
+    def forward_backward(micro):
+        loss = policy(*micro.tokens)[0].sum()
+        loss.backward()
+
     gc.disable()
     try:
-        for micro in budget.passes(minibatch, optimizer, log):
-            with budget.room():
-                loss = policy(*micro.tokens)[0].sum()
-                loss.backward()
-            loss = None
+        budget.run(minibatch, forward_backward, optimizer, log)
     finally:
         gc.enable()
     assert budget.tokens < 100 and len(minibatch) > 1
 
 
-def test_what_is_no_lack_of_memory_goes_on():
-    budget = budgets.Budget(1000)
+def test_what_is_no_lack_of_memory_goes_on(batch):
+    budget, optimizer = budgets.Budget(1000), optim.AdamW(build_model("qwen2"), 1e-3)
+    log = SimpleNamespace(mark=lambda: None)
+
+    def forward_backward(micro):
+        raise error
+
     for error in (RuntimeError("shapes do not match"), ValueError(FULL)):
-        with pytest.raises(type(error)), budget.room():
-            raise error
+        with pytest.raises(type(error)):
+            budget.run([batch], forward_backward, optimizer, log)
     assert budget.tokens == 1000
     quoted = f"rank 1 failed in phase 'update': OutOfMemoryError: {FULL}"
     for error in (torch.OutOfMemoryError("x"), RuntimeError(FULL), RuntimeError("CUDA error: out of memory"),

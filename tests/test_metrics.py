@@ -74,7 +74,7 @@ def test_what_will_be_computed_again_can_be_forgotten(log):
     log.add(2, loss=1.0, length_max=3.0)
     mark = log.mark()
     log.add(5, loss=torch.tensor(9.0), length_max=9.0, new=9.0)
-    log.back(mark)
+    log.rollback(mark)
     log.add(2, loss=torch.tensor(5.0))
     line = end_step(log)
     assert line["loss"] == 3.0 and line["length_max"] == 3.0 and "new" not in line

@@ -200,7 +200,7 @@ def failed(run, *messages: str):
 @pytest.mark.parametrize("options", [dict(optimizer_offload="always"), dict(fsdp=True)], ids=["offload", "fsdp"])
 def test_an_infinite_loss_on_one_rank_stops_both_before_a_weight_moves(launcher, tmp_path, options):
     # its gradient is good, and the other rank's loss, too; of four optimizer steps the second is bad
-    options |= dict(save_every=1, grpo_epochs=2, eval_data="", steps=3, micro_batch_tokens=10**6)
+    options |= dict(save_every=1, epochs=2, eval_data="", steps=3, micro_batch_tokens=10**6)
     run = failed(launcher.run("grpo_ddp", tmp_path, 2, timeout=60, prepare=partial(infinite_once, tmp_path), **options))
     assert run.output.count("FloatingPointError: step 2: loss is inf, not finite") == 2
     assert run.checkpoints == ["checkpoint-000001"] and [line["step"] for line in run.steps] == [1]

@@ -168,7 +168,7 @@ class Run:
         self.prompts = max(1, cfg.batch_size // ranks)
         self.rows = self.prompts * cfg.group_size
         self.sequence = longest + cfg.max_new_tokens
-        self.optimizer_steps = cfg.num_minibatches * option("gspo_epochs", 1) * option("grpo_epochs", 1)
+        self.optimizer_steps = cfg.num_minibatches * option("epochs", 1)
         self.has_kl = option("kl_coef", 0) > 0
         self.visual = 0
         if shape.levels:

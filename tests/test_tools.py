@@ -19,7 +19,8 @@ pytestmark = pytest.mark.tools
 
 
 def load_script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    [path] = (ROOT / "scripts").rglob(f"{name}.py")  # also in scripts/dev/
+    spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses look themselves up
     spec.loader.exec_module(module)
     return module
@@ -129,7 +130,7 @@ def evaluate(monkeypatch, capsys, tmp_path):
 
         sampler = SimpleNamespace(generate=generate)
         monkeypatch.setattr(evaluation.models, "load_policy", lambda *args: (build_tokenizer(), None))
-        monkeypatch.setattr(evaluation.models, "end_token_ids", lambda *args: [3])
+        monkeypatch.setattr(evaluation.sources, "end_token_ids", lambda *args: [3])
         monkeypatch.setattr(evaluation.rollout, "Sampler", lambda *args, **options: sampler)
         (data := tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         out = tmp_path / "out.jsonl"

@@ -1,23 +1,23 @@
-"""Seconds per cycle of TRL's distillation with the options of GKD, for `scripts/benchmark.py --peer trl`.
+"""Measures seconds per cycle of TRL's distillation with GKD's options, for `scripts/dev/benchmark.py --peer trl`.
 
-Run:   python scripts/benchmark_trl_gkd.py --student_model FOLDER --teacher_model FOLDER --train_data prompts.jsonl \\
-           --sequences 8 --out trl.json
+Run:   python scripts/dev/benchmark_trl_gkd.py --student_model FOLDER --teacher_model FOLDER \\
+           --train_data prompts.jsonl --sequences 8 --out trl.json
        --trainer distillation      DistillationTrainer in place of trl.experimental.gkd.GKDTrainer
 A cycle is num_minibatches optimizer steps over batch_size * group_size completions, timed from the end of one to the
-end of the next. On-policy, at temperature 1; nothing is evaluated, saved or reported. On a GPU the student has fp32
-weights under bf16 autocast, TRL's default, and the teacher bf16 weights. Memory of the loss is measured as in
-scripts/benchmark.py, from compute_loss to the end of the backward pass, in the worst of a cycle's passes, above what
-was allocated when the first of them began. Tested with TRL 1.16, in whose code GKDTrainer
-- samples in every forward and backward pass anew (`training_step`), with model.generate, for the sequences of that pass
+end of the next. Training is on-policy, at temperature 1; nothing is evaluated, saved or reported. On a GPU the student
+has fp32 weights under bf16 autocast, TRL's default, and the teacher bf16 weights. The memory of the loss is measured
+as in benchmark.py: the peak from compute_loss to the end of the backward pass, in the worst pass of a cycle, above
+what was allocated when the first pass began. Tested with TRL 1.16, whose GKDTrainer
+- samples again in every forward and backward pass (`training_step`), with model.generate, for that pass's sequences
   only: with --sequences below a step's completions it samples that many times, from the same weights;
-- computes the logits of student and teacher at all positions, prompts too, and the divergence at all positions, before
-  it picks those of the completion (`compute_loss`, `generalized_jsd_loss`): this memory is what limits --sequences;
-- gives the memory that torch keeps back to the driver after every loss (`empty_cache`);
-- divides the loss by the number of completion tokens in the data, also where it replaces them by its own samples
-  (`num_items_in_batch` is counted before): rows here have as many as are sampled at most, or it would divide by 0;
-- says, when it starts with these options, that DistillationTrainer covers them, without ever making the full logits.
-DistillationTrainer samples once per optimizer step, with model.generate, applies the heads to completion tokens only,
-in tiles (`_chunked_divergence_loss`), with a Triton kernel on a GPU.
+- computes the logits of student and teacher and the divergence at all positions, prompts included, before it selects
+  those of the completion (`compute_loss`, `generalized_jsd_loss`): this memory limits --sequences;
+- returns torch's cached memory to the driver after every loss (`empty_cache`);
+- divides the loss by the number of completion tokens in the data, even where it replaces them by its own samples
+  (`num_items_in_batch` is counted earlier): rows here have as many tokens as a sample may have, to avoid division by 0;
+- prints at the start that DistillationTrainer covers these options without building the full logits.
+DistillationTrainer samples once per optimizer step, with model.generate, and applies the heads to completion tokens
+only, in tiles (`_chunked_divergence_loss`), with a Triton kernel on a GPU.
 """
 
 import argparse
@@ -37,7 +37,7 @@ try:
     import trl
     from trl.experimental import gkd
 except ImportError as error:
-    raise ImportError(f"scripts/benchmark_trl_gkd.py measures the package trl: pip install trl ({error})") from error
+    raise ImportError(f"benchmark_trl_gkd.py measures the package trl: pip install trl ({error})") from error
 
 
 class NoGpu:

@@ -1,8 +1,8 @@
 """Speed of the reward service for posters: posters per second, and how long /health takes meanwhile.
 
-Run:   python scripts/benchmark_rewards.py                                 starts a server of its own, on the CPU
-       python scripts/benchmark_rewards.py --clients 64 --batch 8 --workers 2
-       python scripts/benchmark_rewards.py --url http://127.0.0.1:8899     one that runs already
+Run:   python scripts/dev/benchmark_rewards.py                                 starts a server of its own, on the CPU
+       python scripts/dev/benchmark_rewards.py --clients 64 --batch 8 --workers 2
+       python scripts/dev/benchmark_rewards.py --url http://127.0.0.1:8899     one that runs already
 
 Every client sends one batch after the other, of gold posters and of ones with moved layers, which cost the same. The
 load is made by threads of this process, on the same machine: it takes a share of the cores that training would not.
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from common.base import checks, config
 from grpo.poster import synthetic

@@ -1,7 +1,7 @@
 """Soak of the reward service: a training whose server is killed again and again must equal one whose server lives.
 
-Run:   python scripts/soak_rewards.py                           about 20 minutes on one core, nothing to download
-       python scripts/soak_rewards.py --minutes 60 --kills 60 --seed 1
+Run:   python scripts/dev/soak_rewards.py                           about 20 minutes on one core, nothing to download
+       python scripts/dev/soak_rewards.py --minutes 60 --kills 60 --seed 1
 
 The built-in poster policy trains with the server in a process of its own, which is killed with SIGKILL at random
 moments, every second time in the middle of a request, and started again some seconds later. When the minutes are over,
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from common.base import checks, config
 from grpo.poster import synthetic

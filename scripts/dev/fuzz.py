@@ -1,7 +1,7 @@
 """Feeds what nobody thought of to what reads foreign text: coverage-guided, for as long as you like.
 
     pip install atheris
-    python scripts/fuzz.py answers --seconds 600     also: data, posters, rewards, teacher
+    python scripts/dev/fuzz.py answers --seconds 600     also: data, posters, rewards, teacher
 
 An input that crashes, takes over a second, or gets a score that it must not get is written to the working folder as
 crash-*, and the exit code is 77. tests/test_fuzz_*.py does a little of this in every run of the tests.
@@ -16,14 +16,14 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
 try:
     import atheris
 except ImportError as error:
-    raise SystemExit("scripts/fuzz.py needs the package atheris: pip install atheris") from error
+    raise SystemExit("scripts/dev/fuzz.py needs the package atheris: pip install atheris") from error
 
 with atheris.instrument_imports(include=["common.tasks.answers", "common.tasks.data", "common.base.service",
                                          "common.distill.teacher_worker", "grpo.poster"]):  # fmt: skip

@@ -1,38 +1,43 @@
-"""Speed of the training step as users run it, on random weights of a known shape, on any card or the CPU.
+"""Measures the speed of the training step as users run it, with random weights of a known shape, on a GPU or the CPU.
 
-Run:   python scripts/benchmark.py --setting decode update --out speed.json
-       python scripts/benchmark.py --setting qwen0.5b-8x8 --new_tokens 512 -- --compile false   after "--": for gspo.py
-       python scripts/benchmark.py --setting cpu-smollm2 --baseline generate     beside transformers' model.generate
-       python scripts/benchmark.py --setting qwen0.5b-8x8 --peer trl             beside TRL's GRPOTrainer, if installed
-       python scripts/benchmark.py --setting gkd-0.5b-1.5b --peer trl trl_distillation      distillation: gkd/gkd.py
+Run:   python scripts/dev/benchmark.py --setting decode update --out speed.json
+       python scripts/dev/benchmark.py --setting qwen0.5b-8x8 --new_tokens 512 -- --compile false
+                                                                     options after "--" go to gspo.py
+       python scripts/dev/benchmark.py --setting cpu-smollm2 --baseline generate
+                                                                     beside transformers' model.generate
+       python scripts/dev/benchmark.py --setting qwen0.5b-8x8 --peer trl
+                                                                     beside TRL's GRPOTrainer, if installed
+       python scripts/dev/benchmark.py --setting gkd-0.5b-1.5b --peer trl trl_distillation
+                                                                     distillation with gkd/gkd.py
 
-A cycle is one step of gspo/gspo.py, or of gkd/gkd.py where the setting has a teacher: rollout, scores or teacher,
-num_minibatches optimizer steps. Times are medians over the cycles after --warmup. When the last one is reported the
-process is ended, so that no checkpoint is written.
-  cycle, rollout, score, teacher, logprobs, update   seconds of metrics.jsonl: the sum of the phases, and the phases
-  wall          seconds from line to line of that file, whatever happens between the phases; read every 20 ms
+A cycle is one step of gspo/gspo.py, or of gkd/gkd.py if the setting has a teacher: rollout, scores or teacher, and
+num_minibatches optimizer steps. Times are medians over the cycles after --warmup. The process is stopped after the
+last cycle, before it writes a checkpoint. Columns:
+  cycle, rollout, score, teacher, logprobs, update   seconds from metrics.jsonl: the sum of the phases, and each phase
+  wall          seconds between lines of that file, time between the phases included; polled every 20 ms
   decode/s      completion tokens / seconds of the rollout, the forward pass of the prompts included
-  tokens/s      completion tokens / seconds of the cycle, and seq/s completions; of all GPUs together
-  roofline      decode/s as a share of sequences * bandwidth / bytes. To give every sequence a token one must read
-                bytes = all weights once (a tied embedding: as the head) + keys and values of all live tokens, those
-                of a prompt once per group; in the dtype of the model, mean over the steps, so fixed lengths only
-  MFU           FLOPs / seconds of the update / peak FLOP/s, that of the card in bf16. A forward and backward pass over
+  tokens/s      completion tokens / seconds of the cycle; seq/s counts completions; both are sums over all GPUs
+  roofline      decode/s as a share of sequences * bandwidth / bytes. One more token for every sequence requires
+                reading all weights once (a tied embedding counts as the head), and the keys and values of all live
+                tokens, those of a prompt once per group; in the model's dtype, mean over the steps, so fixed lengths
+                only
+  MFU           FLOPs / seconds of the update / the card's peak FLOP/s in bf16. A forward and backward pass over
                 T = prompt + completion tokens takes 6 * (parameters without embedding and head) * all tokens
                 + 6 * head parameters * completion tokens + 6 * layers * heads * head_dim * (sum of T^2 over the
-                sequences); what is computed a second time does not count. With a teacher, whose head is applied in
-                the update, + 2 * parameters of that head * completion tokens
-  length, GiB   mean tokens of a completion; peak memory allocated by tensors on the fullest GPU, after --warmup, and
-  planned       what common/planning/plan.py expects of that
-  first, start  seconds of the first step (compiles, captures), and of the process before it
-and with a teacher, for one GPU and without offloading:
-  above resident   GiB less what stands there all the time: of every parameter of the student its weight, the fp32
-                master of a half-precision weight, and Adam's two states (gkd.py in bf16: 2 + 4 + 8 bytes; TRL with
-                fp32 weights: 4 + 8, with bf16 weights: 2 + 4), and every weight of the teacher (2 bytes in bf16).
-                What is left are gradients, activations, logits, the loss, keys and values, and the optimizer at work
-  loss GiB      peak during the forward passes of student and teacher and the backward pass of a cycle's completions,
-                less what was allocated when the first of them began, gradients not yet; largest of the cycles after
-                --warmup. Generation and the optimizer's step are left out. The same code measures both sides
-  at once       most tokens, prompts included, in one forward pass with gradient, which the last number grows with
+                sequences); recomputation does not count. A teacher, whose head is applied in the update, adds
+                2 * parameters of that head * completion tokens
+  length, GiB   mean tokens of a completion; peak memory allocated by tensors on the fullest GPU, after --warmup
+  planned       what common/planning/plan.py predicts for that peak
+  first, start  seconds of the first step (compilation, graph capture), and of the process before it
+With a teacher, on one GPU and without offloading, also:
+  above resident   GiB less what is always allocated: for every student parameter its weight, the fp32 master of a
+                half-precision weight, and Adam's two states (gkd.py in bf16: 2 + 4 + 8 bytes; TRL with fp32 weights:
+                4 + 8, with bf16 weights: 2 + 4); and the teacher's weights (2 bytes each in bf16). The rest is
+                gradients, activations, logits, the loss, keys and values, and temporaries of the optimizer
+  loss GiB      peak during the forward passes of student and teacher and the backward pass over a cycle's completions,
+                less what was allocated before the first of them, when there are no gradients yet; largest of the
+                cycles after --warmup. Generation and the optimizer step do not count. The same code measures both
+  at once       most tokens, prompts included, in one forward pass with gradient; loss GiB grows with it
 """
 
 import argparse
@@ -75,7 +80,7 @@ from transformers import (
     XLMRobertaModel,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from common.base import config, devices
 from common.base.checks import require
@@ -104,7 +109,7 @@ CARDS = {  # name as torch gives it: bytes per second, and dense bf16 FLOP/s, of
     "NVIDIA GeForce RTX 4090": (1.008e12, 165e12),
     "NVIDIA A10G": (0.6e12, 70e12),
 }
-# options of scripts/benchmark_trl.py, or with a teacher of scripts/benchmark_trl_gkd.py
+# options of benchmark_trl.py, or of benchmark_trl_gkd.py if the setting has a teacher
 PEERS = {"trl": [], "trl_bf16": ["--bf16_weights"], "trl_distillation": ["--trainer", "distillation"]}
 
 
@@ -685,7 +690,7 @@ def run_peer(
     options |= {"sequences": setting.peer_sequences, "arguments": args.peer_arguments}
     if setting.teacher:
         options["beta"] = betas[cfg["loss"]]
-    command = [sys.executable, str(ROOT / "scripts" / script), *as_options(options), *PEERS[peer]]
+    command = [sys.executable, str(ROOT / "scripts" / "dev" / script), *as_options(options), *PEERS[peer]]
     (folder / peer).mkdir()
     one_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # TRL refuses to see several
     run(command, folder / peer, out.exists, args.timeout, CUDA_VISIBLE_DEVICES=one_gpu)
@@ -839,7 +844,7 @@ def main(argv: list[str] | None = None) -> int:
         run_watched(argv[1], argv[2:])
         return 0
     args, settings, extra = parse(argv)
-    command, results = shlex.join(["python", "scripts/benchmark.py", *argv]), []
+    command, results = shlex.join(["python", "scripts/dev/benchmark.py", *argv]), []
     written = {"command": command, "machine": machine(), "settings": results}
     for name, setting in settings.items():
         print(f"{name}: {args.steps} cycles", flush=True)

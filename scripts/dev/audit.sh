@@ -3,7 +3,7 @@
 # Needs the network: for pip-audit itself, which goes into a folder of its own and is deleted, and for the lists.
 # Ends with 0 if all were checked and none is vulnerable, with 1 if one is, with 2 if one could not be checked.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,6 +1,6 @@
 """Saves a vision-language model of a real shape with random weights: for measuring memory and time without a download.
 
-Run: python scripts/random_vlm.py --shape 7b --output models/vlm-7b
+Run: python scripts/dev/random_vlm.py --shape 7b --output models/vlm-7b
      python grpo/poster/poster_grpo.py --policy_model models/vlm-7b --steps 3 --eval_data ""
 It has the tokenizer of the built-in poster policies, so prompts are longer than with the model's own.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.base import checks, config
 from common.base.checks import require
 from grpo.poster import toys

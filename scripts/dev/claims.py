@@ -1,7 +1,7 @@
 """Claims of the papers at toy scale, on the code of common/ that the training scripts use: a table of what holds.
 
-Run:   python scripts/claims.py                              all of them, minutes on one CPU core
-       python scripts/claims.py length diversity --out claims.md
+Run:   python scripts/dev/claims.py                              all of them, minutes on one CPU core
+       python scripts/dev/claims.py length diversity --out claims.md
 Ends with exit code 1 if an acceptance does not hold. Policies are small tables of logits: they show a mechanism and its
 size, not what a language model will do.
 
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import logsigmoid
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.maths import advantages, divergences, losses
 from common.tasks import similarity
 

@@ -2,7 +2,7 @@
 # Does the faults of tests/test_faults.py to real runs, with 100 SIGKILLs (or as many as the argument says), and prints a
 # table: what was tried how often, survived, lost. On the CPU, on tiny models; about 4 minutes on two cores.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 source scripts/env.sh
 make_env requirements.txt
 make_env requirements-test.txt

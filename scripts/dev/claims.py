@@ -1,9 +1,9 @@
-"""Claims of the papers at toy scale, on the code of common/ that the training scripts use: a table of what holds.
+"""Reproduces claims of the papers at toy scale with the code of common/, and prints a table of which hold.
 
-Run:   python scripts/dev/claims.py                              all of them, minutes on one CPU core
+Run:   python scripts/dev/claims.py                              all claims, minutes on one CPU core
        python scripts/dev/claims.py length diversity --out claims.md
-Ends with exit code 1 if an acceptance does not hold. Policies are small tables of logits: they show a mechanism and its
-size, not what a language model will do.
+The exit code is 1 if an acceptance criterion is not met. Policies are small tables of logits: they show a mechanism
+and its size, not what a language model will do.
 
 Dims:  P prompts, G completions per prompt, B = P*G, C completion tokens, V vocabulary, K arms, m one
        minibatch, R independent runs
@@ -472,7 +472,7 @@ def bandit(
 
 
 def diversity(runs: int = 5, steps: int = 500) -> list[Row]:
-    """Rows 9 and 10: which of six equally good arms survive the training."""
+    """Rows 9 and 10: how many of six equally good arms survive training."""
     results = {noise: {name: bandit(name, noise, runs, steps) for name in METHODS} for noise in (0.0, 0.5)}
     measured = {
         noise: "effective correct arms of 6, P(correct): "
@@ -502,7 +502,7 @@ def diversity(runs: int = 5, steps: int = 500) -> list[Row]:
 
 
 def degenerate(runs: int = 5) -> list[Row]:
-    """Row 11: with nothing to count, the cluster rewards are those of GRPO."""
+    """Row 11: cluster rewards equal GRPO's if alpha = 0 or every response is its own cluster."""
     equal = {"alpha = 0": True, "one cluster each": True}
     for seed in range(runs):
         rng = torch.Generator().manual_seed(seed)
@@ -562,7 +562,7 @@ def write_chains(probs_RVVV: torch.Tensor, B: int, rng: torch.Generator) -> torc
 
 
 def expect_chains(probs_RVVV: torch.Tensor) -> torch.Tensor:
-    """What `write_chains` returns, in expectation."""
+    """Expectation of what `write_chains` returns."""
     state_RVV, total_RVVV = torch.zeros_like(probs_RVVV[..., 0]), torch.zeros_like(probs_RVVV)
     state_RVV[:, 0, 0] = 1.0
     for _ in range(CHAIN_TOKENS):
@@ -604,7 +604,7 @@ def distil(
 
 
 def distillation(runs: int = 20, steps: int = 400, batches: int = 50) -> list[Row]:
-    """Rows 12, 13, 14: what students write, what of the teacher they miss, and one token instead of all of them."""
+    """Rows 12, 13, 14: quality of the student's samples, its coverage of the teacher, and the sampled-token loss."""
     teachers = trigrams(runs)
     tables = {name: distil(*how, teachers, steps) for name, how in DISTILLATIONS.items()}
     own = {name: expect_chains(as_trigrams(table).softmax(-1)) for name, table in tables.items()}
@@ -667,7 +667,7 @@ def distillation(runs: int = 20, steps: int = 400, batches: int = 50) -> list[Ro
 
 
 def tail_bucket(runs: int = 3, V: int = 64) -> list[Row]:
-    """Row 15: random teachers, and students from equal to far away; every k against the full divergence."""
+    """Row 15: top-k against the full divergence, for random teachers and students at every distance from them."""
     betas = (0.0, 0.1, 0.5, 0.9, 1.0)
     over, apart, shares = [], [], {k: [] for k in (1, 2, 8, 32, V - 1, V)}
     for seed in range(runs):

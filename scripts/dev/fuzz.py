@@ -23,7 +23,7 @@ import torch
 try:
     import atheris
 except ImportError as error:
-    raise SystemExit("scripts/dev/fuzz.py needs the package atheris: pip install atheris") from error
+    raise SystemExit("fuzz.py needs the package atheris: pip install atheris") from error
 
 with atheris.instrument_imports(include=["common.tasks.answers", "common.tasks.data", "common.base.service",
                                          "common.distill.teacher_worker", "grpo.poster"]):  # fmt: skip

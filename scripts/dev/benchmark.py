@@ -332,12 +332,7 @@ def resident_bytes(student: int, teacher: int, weight_itemsize: int, state_items
 
 
 def add_memory(numbers: dict[str, Any], resident: int) -> None:
-    """Adds what is above `resident` bytes to numbers that have "memory_gib"; None if that is not known.
-
-    Args:
-        numbers: of a side.
-        resident: from `resident_bytes`.
-    """
+    """Adds "resident_gib" and "above_resident_gib" to `numbers`; the latter is None without "memory_gib"."""
     peak, numbers["resident_gib"] = numbers["memory_gib"], resident / devices.GIB
     numbers["above_resident_gib"] = None if peak is None else peak - numbers["resident_gib"]
 
@@ -351,12 +346,12 @@ def summarise(
     peak: float | None,
     teacher: Shape | None = None,
 ) -> dict[str, Any]:
-    """The numbers of a run; None where one cannot be known.
+    """The reported numbers of a run; None for unknown ones.
 
     Args:
         lines: of metrics.jsonl, one per counted step.
         setting: what was measured.
-        cfg: configuration of the run, as gspo.py saved it.
+        cfg: config.json of the run.
         shape: of the model.
         bandwidth: of the memory, bytes per second, if known.
         peak: FLOP/s of the card, if known.
@@ -396,7 +391,7 @@ def summarise(
 
 
 def forward_tokens(setting: Setting, sequences: int) -> int | None:
-    """Tokens of so many sequences, if their length is known."""
+    """Tokens of this many sequences; None if their lengths vary."""
     return sequences * (setting.prompt_tokens + setting.new_tokens) if setting.lengths == "fixed" else None
 
 
@@ -510,19 +505,19 @@ def pick_device(device: str) -> torch.device:
 def run(
     command: list[str], folder: Path, wanted: Callable[[], bool], timeout: float, ranks: int = 1, **environment: str
 ) -> None:
-    """Runs a command, its output in folder/log.txt, and ends it once `wanted()`, asked every 20 ms, is true.
+    """Runs a command, logging to folder/log.txt, and kills it once `wanted()`, polled every 20 ms, is true.
 
     Args:
-        command: its words.
+        command: program and arguments.
         folder: for the log.
-        wanted: whether what the command is run for is there.
+        wanted: whether the command has produced its result.
         timeout: seconds.
-        ranks: processes of it, with the environment that torchrun would give them; torchrun itself would give each a
-            session of its own, in which it outlives the launcher.
+        ranks: processes, with torchrun's environment variables; torchrun itself starts its ranks in sessions of their
+            own, where they outlive the launcher.
         **environment: variables to set.
 
     Raises:
-        RuntimeError: the command ended, or the time was up, before; the message has the last lines it printed.
+        RuntimeError: the command ended or timed out before `wanted()`; the message has its last lines.
     """
     end, log = time.monotonic() + timeout, folder / "log.txt"
     with socket.socket() as free:

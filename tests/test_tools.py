@@ -19,8 +19,7 @@ pytestmark = pytest.mark.tools
 
 
 def load_script(name):
-    [path] = (ROOT / "scripts").rglob(f"{name}.py")  # also in scripts/dev/
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, *(ROOT / "scripts").rglob(f"{name}.py"))  # also in dev/
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses look themselves up
     spec.loader.exec_module(module)
     return module

@@ -276,7 +276,7 @@ def fault(*names: str) -> Iterator[None]:
         yield
         survived = True
     finally:
-        if table := os.environ.get("RL_HAND_FAULTS"):  # of scripts/soak.sh
+        if table := os.environ.get("RL_HAND_FAULTS"):  # of scripts/dev/soak.sh
             with open(table, "a") as file:
                 file.writelines(json.dumps({"fault": name, "survived": survived}) + "\n" for name in names)
 

@@ -101,7 +101,7 @@ def test_neither_scripts_nor_common_import_a_script_and_no_module_hides_one_of_t
     assert not {path.name: found for path in [*SCRIPTS.values(), *COMMON] if (found := imported(path) & names)}
     # python gspo/x.py puts gspo/ on sys.path, so a gspo/queue.py, say, would be what torch imports as queue
     files = [*SCRIPTS.values(), *(ROOT / "grpo" / "poster").glob("*.py")]
-    files += [*ROOT.glob("scripts/*.py"), *ROOT.glob("tests/*.py")]
+    files += [*ROOT.glob("scripts/**/*.py"), *ROOT.glob("tests/*.py")]
     assert not {path.stem for path in files} & sys.stdlib_module_names
 
 

@@ -16,7 +16,8 @@ from test_rollout import PROMPTS, assert_same, completions, fp64, make_sampler
 
 from common.base import distributed, memory
 from common.distill import distillation
-from common.generation import batches, rollout
+from common.generation import batches
+from common.generation.runner import Runner
 from common.maths import losses
 from common.model import logprobs, models
 from common.run import metrics
@@ -315,7 +316,7 @@ def test_several_replicas_learn_what_one_does(tmp_path, batch):
 
 def little_memory(module, on_rank: int | None = None, replicas: int = 1) -> None:
     """Memory for 40 tokens in the update, 6 rows in other forward passes, and 4 rows in a rollout."""
-    states, step = logprobs.LogProbs.states, rollout.Engine._step
+    states, step = logprobs.LogProbs.states, Runner._step
 
     def limit(exceeded: bool) -> None:
         if exceeded and on_rank in (None, distributed.rank()):
@@ -330,7 +331,7 @@ def little_memory(module, on_rank: int | None = None, replicas: int = 1) -> None
         limit(b > 4)
         return step(self, b, *args)
 
-    logprobs.LogProbs.states, rollout.Engine._step = limited_states, limited_step
+    logprobs.LogProbs.states, Runner._step = limited_states, limited_step
     if replicas > 1:
         two_replicas(module, replicas)
 

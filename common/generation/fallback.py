@@ -10,9 +10,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
-from common.generation.engine import CHECK_EVERY, NOT_FINITE
-from common.maths import sampling
-from common.maths.sampling import Sampling
+from common.generation.runner import NOT_FINITE
+from common.generation.scheduler import CHECK_EVERY
+from common.maths.sampling import Sampling, distribution, draw
 from common.model import merging
 from common.model.head import vocabulary_logits, wide_weight
 from common.model.images import Images
@@ -25,7 +25,7 @@ def decode(
     prompts: Sequence[list[int]],
     group_size: int,
     uniforms: torch.Tensor,
-    how: Sampling,
+    sampling: Sampling,
     end_ids: Sequence[int],
     suppressed_ids: Sequence[int] = (),
     max_rows: int = 0,
@@ -38,7 +38,7 @@ def decode(
         prompts: token ids of P prompts.
         group_size: G, completions per prompt.
         uniforms: [B, T] fp64, random numbers of the sequences.
-        how: the distribution tokens are drawn from.
+        sampling: the distribution tokens are drawn from.
         end_ids: every token that ends a completion.
         suppressed_ids: tokens that are never drawn.
         max_rows: sequences decoded at once, at most, but one group at least; 0: all.
@@ -56,7 +56,7 @@ def decode(
         part = prompts[i : i + at_once]
         rows = slice(i * group_size, (i + len(part)) * group_size)
         seen = None if images is None else images.select(torch.arange(i, i + len(part)))
-        work = part, group_size, uniforms[rows], how, end_ids, suppressed_ids, seen
+        work = part, group_size, uniforms[rows], sampling, end_ids, suppressed_ids, seen
         parts.append((yield from _decode(model, *work)))
     tokens, logps = zip(*parts, strict=True)
     return torch.cat(tokens), torch.cat(logps)
@@ -67,7 +67,7 @@ def _decode(
     prompts: Sequence[list[int]],
     group_size: int,
     uniforms: torch.Tensor,
-    how: Sampling,
+    sampling: Sampling,
     end_ids: Sequence[int],
     suppressed_ids: Sequence[int],
     images: Images | None,
@@ -112,8 +112,8 @@ def _decode(
         healthy = hidden.isfinite().all()
         for t in range(T):
             logits = vocabulary_logits(model, hidden.to(head_device), weight).to(device)
-            logits = sampling.distribution(logits, how, t, end, suppressed)
-            tokens, logps = sampling.draw(logits, uniforms[rows, t], greedy=how.temperature == 0)
+            logits = distribution(logits, sampling, t, end, suppressed)
+            tokens, logps = draw(logits, uniforms[rows, t], greedy=sampling.temperature == 0)
             tokens_BT[rows, t] = torch.where(ended, -1, tokens)
             logps_BT[rows, t] = torch.where(ended, 0.0, logps)
             ended = ended | torch.isin(tokens, end)

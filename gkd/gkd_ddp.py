@@ -161,14 +161,14 @@ def gkd_loss(student, micro, cfg, num_sequences, num_tokens):
         logps_mC, entropy_mC = student(*micro.tokens)
         if micro.old_logps is None:  # the first minibatch: no update since the rollout, so the ratio is 1
             micro.old_logps = logps_mC.detach()
-        advantages_mC = micro.teacher_token_logps - micro.old_logps
+        advantages_mC = micro.teacher.token_logps - micro.old_logps
         surrogate_mC = losses.token_ratio(logps_mC, micro.old_logps) * advantages_mC
         loss = losses.aggregate(-surrogate_mC, mask_mC, cfg.aggregation, denominator)
-        values_mCR = torch.stack([-advantages_mC, entropy_mC, logps_mC, micro.teacher_token_logps], dim=-1).detach()
+        values_mCR = torch.stack([-advantages_mC, entropy_mC, logps_mC, micro.teacher.token_logps], dim=-1).detach()
         names = ("reverse_kl", "entropy", "student_logps", "teacher_logps")
     else:  # Eq. 1, over the vocabulary
         weights_mC = losses.weights(mask_mC, cfg.aggregation, denominator)
-        loss, values_mCR = student(*micro.tokens, weights_mC, *micro.said)
+        loss, values_mCR = student(*micro.tokens, weights_mC, *micro.teacher.tensors)
         loss, names = loss.squeeze(0), distillation.VALUES
     count = mask_mC.sum().clamp(min=1)
     means = (values_mCR * mask_mC[..., None]).sum((0, 1)) / count

@@ -315,8 +315,8 @@ def test_the_states_of_a_teacher_are_its_logits(teacher, micro_batch_tokens):
     teacher.fill(micros, micro_batch_tokens)
     weight, bias, softcap = teacher.head.on(CPU)
     for micro in micros:
-        assert micro.teacher_states.shape == (*micro.completion_ids.shape, 32) and micro.said == (micro.teacher_states,)
-        for states, row in zip(micro.teacher_states, micro.rows.tolist(), strict=True):
+        assert micro.teacher.tensors[0].shape == (*micro.completion_ids.shape, 32) and len(micro.teacher.tensors) == 1
+        for states, row in zip(micro.teacher.states, micro.rows.tolist(), strict=True):
             n = len(COMPLETIONS[row])
             assert_same(head.project(states[:n], weight, bias, softcap), own_logits(teacher.model, *ROWS[row]))
             assert not states[n:].any()
@@ -328,9 +328,9 @@ def test_a_teacher_of_tokens_says_how_likely_they_are(model_folders):
     teacher = LocalTeacher(str(model_folders["qwen2"]), [CPU], "fp32", temperature=0.7, compile=True, tokens_only=True)
     micros = micro_batches()
     teacher.fill(micros, 20)
-    assert teacher.head is None and all(micro.teacher_states is None for micro in micros)
+    assert teacher.head is None and all(micro.teacher.states is None for micro in micros)
     for micro in micros:
-        for found, row in zip(micro.teacher_token_logps, micro.rows.tolist(), strict=True):
+        for found, row in zip(micro.teacher.token_logps, micro.rows.tolist(), strict=True):
             n, logps = len(COMPLETIONS[row]), (own_logits(teacher.model, *ROWS[row]) / 0.7).log_softmax(-1)
             assert_same(found[:n], logps[range(n), COMPLETIONS[row]])
     assert len(teacher.memory.params) == len(list(teacher.model.parameters()))  # no part of it is at work elsewhere
@@ -355,7 +355,7 @@ def test_rows_of_different_lengths_do_not_diverge_from_a_teacher_that_is_the_stu
         micros = micro_batches(*some, tokens)
         teacher.fill(micros, tokens)
         for micro in micros:
-            _, values = student(*micro.tokens, micro.completion_mask.float(), *micro.said)
+            _, values = student(*micro.tokens, micro.completion_mask.float(), *micro.teacher.tensors)
             assert_same(values[..., :3], torch.zeros_like(values[..., :3]))
             assert values[..., 5].max() > 0.5
 
@@ -373,7 +373,7 @@ def test_an_offloaded_teacher_comes_back_bit_for_bit(teacher):
     assert all(torch.equal(value, before[name]) for name, value in teacher.model.state_dict().items())
     teacher.fill(again, 20)
     for one, other in zip(micros, again, strict=True):
-        assert torch.equal(one.teacher_states, other.teacher_states)
+        assert torch.equal(one.teacher.states, other.teacher.states)
 
 
 def test_completions_of_a_teacher_depend_on_number_and_seed_only(teacher):

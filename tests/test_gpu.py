@@ -75,7 +75,7 @@ def assert_log_probs(model, batch, temperature=1.0) -> None:
     plain.set_attn_implementation("sdpa")
     differences, magnitude = [], 0.0
     for i, completion in enumerate(completions(batch)):
-        prompt = batch.prompt_ids[i][batch.prompt_mask[i]].tolist()
+        prompt = batch.prompts[i].tolist()
         with torch.no_grad():
             ids = torch.tensor([prompt + completion], device=model.device)
             hidden = plain.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0, len(prompt) - 1 : -1]
@@ -224,7 +224,7 @@ def test_no_forbidden_token_is_drawn(cuda, options, compile):
     ends, suppressed = set(MIXED["end_ids"]), set(options.get("suppressed_ids", ()))
     rows, start = completions(batch), options.get("min_new_tokens", 0)
     assert not any(suppressed & {*row} or ends & {*row[:start]} for row in rows)
-    logps = batch.rollout_logps[batch.sampled_mask]
+    logps = batch.rollout_logps[batch.completion_mask]
     assert logps.isfinite().all() and logps.max() <= rounding(64, magnitude=4)  # a sum over the vocabulary
     if "top_k" in options:  # of the 16 rows of a group no more than 5 begin differently
         assert all(len({row[0] for row in rows[i : i + 16]}) <= 5 for i in range(0, len(rows), 16))

@@ -252,7 +252,7 @@ def test_each_gives_every_row_in_order(batch):
 def test_forward_passes_that_run_out_of_memory_give_the_same(batch, capsys, states, tokens):
     model = build_model("qwen2").requires_grad_(False)
     policy = (distillation.HiddenStates if states else logprobs.LogProbs)(model, 1.0)
-    field = "teacher_states" if states else "ref_logps"
+    field = "states" if states else "ref_logps"
     micros, others = (batch.minibatches(1, tokens or 60, True)[0] for _ in range(2))
     logprobs.fill(micros, field, policy, CPU, tokens)
     tried = limit_rows(policy, 2)

@@ -15,7 +15,7 @@ import torch
 
 from common.base.checks import require
 from common.base.service import Service, pack, unpack
-from common.generation.batches import RolloutBatch
+from common.generation.batches import RolloutBatch, TeacherOutput
 from common.maths.sampling import COLDEST
 
 PROTOCOL = 1  # changes with the meaning of requests or answers
@@ -129,7 +129,7 @@ class RemoteTeacher:
         return found
 
     def fill(self, micros: Iterable[RolloutBatch], micro_batch_tokens: int = 0) -> None:
-        """Writes the teacher's top k into micro-batches: `teacher_ids`, `_logps`, `_tail_logp`, `_token_logps`.
+        """Writes the teacher's top k into micro-batches, as their `teacher`.
 
         With one worker the requests depend on the micro-batches alone: a run whose server was killed and started again
         gets bit for bit the same numbers.
@@ -145,17 +145,17 @@ class RemoteTeacher:
         """
         micros, prompts, completions = list(micros), [], []
         for micro in micros:
-            prompts += micro.prompt_ids.cpu()[micro.prompt_mask.cpu()].int().split(micro.prompt_lengths.tolist())
-            completions += micro.completion_ids.cpu()[_sampled(micro)].int().split(micro.lengths.tolist())
+            prompts += [ids.int() for ids in micro.prompts]
+            completions += [ids.int() for ids in micro.completions]
         K, N = min(self.top_k or self.shared, self.shared), sum(map(len, completions))
-        said = {"ids": torch.empty(N, K, dtype=torch.int32), "logps": torch.empty(N, K), "tail": torch.empty(N),
-                "token_logps": torch.empty(N)}  # fmt: skip
+        found = {"ids": torch.empty(N, K, dtype=torch.int32), "logps": torch.empty(N, K), "tail": torch.empty(N),
+                 "token_logps": torch.empty(N)}  # fmt: skip
 
         def ask(part: tuple[int, list[int]]) -> None:
             start, rows = part
             answer = self._ask([prompts[i] for i in rows], [completions[i] for i in rows], K)
             for name, tensor in answer.items():
-                said[name][start : start + len(tensor)] = tensor
+                found[name][start : start + len(tensor)] = tensor
 
         rows = [i for i, completion in enumerate(completions) if len(completion)]
         sizes = [len(prompts[i]) + len(completions[i]) for i in rows]
@@ -173,13 +173,13 @@ class RemoteTeacher:
 
         start = 0
         for micro in micros:
-            mask_mC, there = _sampled(micro), micro.prompt_ids.device
-            part = slice(start, start + int(micro.lengths.sum()))
-            for name, tensor in said.items():
-                out = torch.zeros(*mask_mC.shape, *tensor.shape[1:], dtype=tensor.dtype)
-                out[mask_mC] = tensor[part]
-                setattr(micro, "teacher_tail_logp" if name == "tail" else f"teacher_{name}", out.to(there))
-            start = part.stop
+            sampled_mC = torch.arange(micro.completion_ids.shape[1]) < micro.lengths[:, None]
+            part, padded = slice(start, start + int(micro.lengths.sum())), {}
+            for name, tensor in found.items():
+                out = torch.zeros(*sampled_mC.shape, *tensor.shape[1:], dtype=tensor.dtype)
+                out[sampled_mC] = tensor[part]
+                padded["tail_logp" if name == "tail" else name] = out.to(micro.device)
+            micro.teacher, start = TeacherOutput(**padded), part.stop
 
     def generate(
         self,
@@ -330,11 +330,6 @@ def _object(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _sampled(micro: RolloutBatch) -> torch.Tensor:
-    """[m, C] bool on the CPU, the tokens of the completions."""
-    return torch.arange(micro.completion_ids.shape[1]) < micro.lengths[:, None]
 
 
 def _all_different(ids_NK: torch.Tensor, limit: int) -> bool:

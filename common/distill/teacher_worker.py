@@ -271,9 +271,8 @@ class Teacher:
             )  # fmt: skip
         batch = self.samplers[key].generate([prompt.tolist() for prompt in job.prompts], group_size=1, seed=job.seed,
                                             temperature=job.temperature, prompt_numbers=job.numbers)  # fmt: skip
-        tokens = batch.completion_ids[batch.sampled_mask].int().cpu()
-        lengths, truncated = batch.lengths.int(), batch.truncated
-        job.future.set_result({"tokens": tokens, "completion_lengths": lengths, "truncated": truncated})
+        tokens, lengths = torch.cat(batch.completions).int(), batch.lengths.int()
+        job.future.set_result({"tokens": tokens, "completion_lengths": lengths, "truncated": batch.truncated})
 
 
 def read(path: str, body: bytes, teacher: Teacher) -> Job:

@@ -66,7 +66,7 @@ class LocalTeacher:
         self.head = None if tokens_only else distillation.Head(self.model)
         compile = compile and len(where) == 1
         kind = logprobs.LogProbs if tokens_only else distillation.HiddenStates
-        self.field = "teacher_token_logps" if tokens_only else "teacher_states"
+        self.gives = "token_logps" if tokens_only else "states"  # field of `batches.TeacherOutput`
         self.forward = kind(self.model, temperature, compile)
         self._compile, self._samplers = compile, {}
         # the head is at work in the update, when the rest may be away
@@ -92,13 +92,15 @@ class LocalTeacher:
             FloatingPointError: something is not finite.
         """
         micros = list(micros)
-        logprobs.fill(micros, self.field, self.forward, self.device, micro_batch_tokens)
+        logprobs.fill(micros, "teacher", self.forward, self.device, micro_batch_tokens)
+        for micro in micros:
+            micro.teacher = batches.TeacherOutput(**{self.gives: micro.teacher})
         # or the run would end at a gradient, and nothing would tell whether student or teacher is at fault
-        if not all(bool(getattr(micro, self.field).isfinite().all()) for micro in micros):
+        if not all(bool(x.isfinite().all()) for micro in micros for x in micro.teacher.tensors):
             dtype = str(self.model.dtype).removeprefix("torch.")
             raise FloatingPointError(
-                f"teacher {self.name!r}: its {self.field.removeprefix('teacher_')} are not all finite; they are too "
-                f"large for {dtype}, or the model is broken: set dtype to 'bf16' or 'fp32', or take another teacher"
+                f"teacher {self.name!r}: its {self.gives} are not all finite; they are too large for {dtype}, or the "
+                "model is broken: set dtype to 'bf16' or 'fp32', or take another teacher"
             )
 
     def generate(
@@ -132,7 +134,7 @@ class LocalTeacher:
         batch = self._samplers[max_new_tokens].generate(
             prompts, group_size=1, temperature=temperature, seed=seed, prompt_numbers=numbers
         )
-        return [ids[:n] for ids, n in zip(batch.completion_ids.tolist(), batch.lengths.tolist(), strict=True)]
+        return [ids.tolist() for ids in batch.completions]
 
     def offload(self) -> float:
         """Moves all but the head to CPU memory, until `onload`; GiB freed."""

@@ -409,8 +409,9 @@ def known(tokens="abcdef", chat_template=None, eos_token="a", pieces=1):
 
 
 def stub_teacher(size, chat_template=None, **tokenizer):
+    traits = teachers.tokenizer_traits(known({}, chat_template, **tokenizer))
     return SimpleNamespace(vocabulary=lambda: vocabulary_of("abcdef"), vocabulary_size=size, shared=size,
-                           habits=teachers.habits(known({}, chat_template, **tokenizer)))  # fmt: skip
+                           tokenizer_traits=traits)  # fmt: skip
 
 
 @pytest.mark.parametrize(("own", "size", "other", "other_size", "shared"), [
@@ -461,7 +462,7 @@ def test_tokenizers_that_differ_in_more_than_ids_are_warned_of(theirs, own, allo
     assert teachers.agree(teacher, known(**own), 64, allowed) == 64
     said = capsys.readouterr().out
     assert said.count("\n") == 1 and "warning: the teacher's" in said and warning in said if warning else said == ""
-    teacher.habits = {"template_hash": teacher.habits["template_hash"]}  # all that an older server says
+    teacher.tokenizer_traits = {"template_hash": teacher.tokenizer_traits["template_hash"]}  # of an older server
     teachers.agree(teacher, known(**own), 64, allowed)
     assert ("warning" in capsys.readouterr().out) == ("chat template" in warning)
 
@@ -470,10 +471,11 @@ def test_real_tokenizers_with_one_map_of_ids_and_another_normalizer_are_told_apa
     from tokenizers import normalizers
 
     other = build_tokenizer()
-    assert teachers.habits(other) == teachers.habits(tokenizer)
+    assert teachers.tokenizer_traits(other) == teachers.tokenizer_traits(tokenizer)
     other.backend_tokenizer.normalizer = normalizers.Replace("=", "-")
     assert other.get_vocab() == tokenizer.get_vocab()
-    differ = {name for name, value in teachers.habits(other).items() if value != teachers.habits(tokenizer)[name]}
+    own, others = teachers.tokenizer_traits(tokenizer), teachers.tokenizer_traits(other)
+    differ = {name for name, value in others.items() if value != own[name]}
     assert differ == {"segments_hash"}
 
 

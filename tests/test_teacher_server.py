@@ -213,7 +213,7 @@ def test_what_the_server_says_of_itself(server, tokenizer):
     client = server.client()
     assert client.vocabulary() == tokenizer.get_vocab()
     assert client.tokenizer_hash == teacher_client.vocabulary_hash(tokenizer.get_vocab())
-    assert client.habits.items() >= teachers.habits(tokenizer).items()
+    assert client.tokenizer_traits.items() >= teachers.tokenizer_traits(tokenizer).items()
     assert (client.vocabulary_size, client.max_top_k, client.shared, client.head) == (V, V, V, None)
     client.fill(micro_batches(1))
     lines = requests.get(f"{server.url}/metrics").text.splitlines()

@@ -1,5 +1,4 @@
-"""Tests of the decode engine (engine, scheduler, runner and cache of common/generation): what is computed, in which
-batches, and what stays for the next call.
+"""Tests of the decode engine (engine, scheduler, runner, cache): what is computed when, and what stays for later calls.
 
 What happens on a GPU in half precision is tried on the CPU too: a plain attention stands for the kernel, and a graph
 is an object that takes the captured step again, after a look at the memory it would read.
@@ -8,7 +7,6 @@ is an object that takes the captured step again, after a look at the memory it w
 import copy
 import functools
 import itertools
-import math
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -125,14 +123,6 @@ def test_any_number_of_rows_at_once_gives_the_same_completions(group_size, rollo
     if check_every == 1:  # no row is computed after its end; the last token of a completion is never read
         assert sum(steps) == (batch.lengths - 1).sum()
         assert rollout_batch or steps == [n for t in range(1, 14) if (n := int((batch.lengths > t).sum()))]
-
-
-def test_waiting_prompts_enter_before_all_rows_have_ended():
-    sampler, _, steps = watched(rollout_batch=8)
-    lengths = generate(sampler, 1, prompts=PROMPTS * 4).lengths
-    # batches that are waited for to their end would take more steps
-    apart = sum(int(part.max()) - 1 for part in lengths.split(8))
-    assert max(steps) <= 8 and math.ceil((lengths - 1).sum() / 8) <= len(steps) < apart
 
 
 def test_prompts_are_read_in_parts(monkeypatch):
@@ -286,8 +276,7 @@ def as_on_gpu(monkeypatch):
     def prepare(sampler, check_every=3):
         for decoder in sampler.engines:
             runner, decoder.check_every = decoder.runner, check_every
-            runner.cache = FlashCache(runner.cache.layers, runner.cache.dtype, runner.device)
-            runner.use_graphs = True
+            runner.cache, runner.use_graphs = FlashCache(runner.cache.layers, runner.cache.dtype, runner.device), True
         return sampler
 
     prepare.captures, prepare.arranged = [], []
@@ -471,29 +460,24 @@ def test_as_many_groups_are_decoded_at_once_as_memory_holds(monkeypatch, share, 
     assert decoder._plan(*how_many).rows == 28
 
 
-SPACE = Space(rows=8, batch=8, prompts=4, group_size=2, longest=5, tokens=10)
-
-
-def test_prompts_enter_when_a_quarter_of_the_batch_is_free_and_ended_rows_leave_for_them():
-    schedule = Scheduler([3, 5, 1, 2, 4, 2], SPACE, check_every=4, padded=False)
+def test_ended_rows_leave_for_waiting_prompts_once_a_quarter_of_the_batch_is_free():
+    space = Space(rows=8, batch=8, prompts=4, group_size=2, longest=5, tokens=10)
+    schedule = Scheduler([3, 5, 1, 2, 4, 2], space, check_every=4, padded=False)
     entered = schedule.admit()
     assert entered == schedule.groups() and [group.prompt for group in entered] == [0, 1, 2, 3]
     assert [group.places for group in entered] == [slice(i, i + 2) for i in (0, 2, 4, 6)]
-    assert schedule.batch_size == 8 and schedule.longest == 5 and schedule.steps_until_check == 4
+    assert (schedule.batch_size, schedule.longest, schedule.steps_until_check) == (8, 5, 4)
     schedule.step = 4
-    assert schedule.longest == 9 and schedule.admit() == []  # no row is free
-    assert schedule.close_gaps([False] * 8) is None
+    assert schedule.longest == 9 and schedule.admit() == [] and schedule.close_gaps([False] * 8) is None
     assert schedule.close_gaps([i in (0, 1, 4) for i in range(8)]) == [2, 3, 5, 6, 7]
     assert [(group.prompt, len(group.rows)) for group in schedule.groups()] == [(1, 2), (2, 1), (3, 2)]
-    (group,) = schedule.admit()  # three rows are free, and the place of one prompt
-    assert group.prompt == 4 and group.slot == 0 and group.places == slice(5, 7)
-    assert len({row.slot for row in schedule.rows}) == 7 and {row.born for row in group.rows} == {4}
-    schedule.step = 8
-    assert schedule.steps_until_check == 4  # the last row that entered may go on for five
-    assert schedule.close_gaps([True] * 7) == [] and schedule.unfinished
-    assert [group.prompt for group in schedule.admit()] == [5]
-    schedule.step = 17
-    assert schedule.steps_until_check == 0 and schedule.close_gaps([True, True]) == [] and not schedule.unfinished
+    (group,) = schedule.admit()  # three rows are free, and the slot of one prompt
+    assert group[:4] == (4, 0, 4, 5) and {row.born for row in group.rows} == {4}
+    assert len({row.slot for row in schedule.rows}) == 7  # each has one of its own
+    assert schedule.close_gaps([True] * 7) == [] and [group.prompt for group in schedule.admit()] == [5]
+    schedule.step = 11
+    assert schedule.steps_until_check == 2 and schedule.unfinished  # nine tokens follow the first
+    assert schedule.close_gaps([True, True]) == [] and not schedule.unfinished
 
 
 def test_batches_for_graphs_come_in_few_sizes_and_shrink_only_to_those():
@@ -501,7 +485,5 @@ def test_batches_for_graphs_come_in_few_sizes_and_shrink_only_to_those():
     schedules = {n: Scheduler([1] * n, space, 4, padded=True) for n in (1, 8, 9, 17, 33, 50)}
     assert all(len(schedule.admit()) == n for n, schedule in schedules.items())
     assert {n: schedule.batch_size for n, schedule in schedules.items()} == {1: 8, 8: 8, 9: 16, 17: 32, 33: 50, 50: 50}
-    assert schedules[17].close_gaps([False] * 17) is None  # all are at work
-    assert schedules[33].close_gaps([True] + [False] * 32) == list(range(1, 33))  # 32 rows in place of 50
-    assert schedules[50].close_gaps([i < 17 for i in range(50)]) is None and schedules[50].batch_size == 50
-    assert schedules[8].close_gaps([True] * 8) == [] and not schedules[8].unfinished
+    for n, ended, kept in ((17, 0, None), (33, 1, list(range(1, 33))), (50, 17, None), (8, 8, [])):
+        assert schedules[n].close_gaps([i < ended for i in range(n)]) == kept

@@ -132,13 +132,11 @@ def test_what_a_teacher_said_cannot_move_a_weight_if_it_is_not_finite(field, los
     optimizer = optim.AdamW(model, 1e-3)
     for bad, (micro,) in zip((False, True), minibatches(), strict=False):
         shape = micro.completion_ids.shape
-        given = dict(token_logps=torch.full(shape, -2.0))
-        if field == "states":
-            given = dict(states=torch.ones(*shape, 32))
-        elif loss != "opd":
-            given |= dict(ids=torch.tensor([5, 9]).int().expand(*shape, 2).contiguous(),
-                          logps=torch.full((*shape, 2), -1.5), tail_logp=torch.full(shape, -0.6))  # fmt: skip
-        micro.teacher = batches.TeacherOutput(**given)
+        top_k = batches.TeacherOutput(
+            ids=torch.tensor([5, 9]).int().expand(*shape, 2).contiguous(), logps=torch.full((*shape, 2), -1.5),
+            tail_logp=torch.full(shape, -0.6), token_logps=torch.full(shape, -2.0),
+        )  # fmt: skip
+        micro.teacher = batches.TeacherOutput(states=torch.ones(*shape, 32)) if field == "states" else top_k
         if bad:
             optimizer.check()
             before = [p.detach().clone() for p in model.parameters()]

@@ -88,9 +88,8 @@ def prompts_of(batch) -> list[list[int]]:
 def assert_equal(batch, other):
     """In every field, bit for bit: for the same operations in the same order."""
     tensors, others = batch.state_dict(), other.state_dict()
-    assert tensors.keys() == others.keys()
-    for name, tensor in tensors.items():
-        assert torch.equal(tensor, others[name]), name
+    differ = [name for name, tensor in tensors.items() if not torch.equal(tensor, others[name])]
+    assert tensors.keys() == others.keys() and not differ
 
 
 def assert_same(batch, other):
@@ -197,20 +196,6 @@ def test_windows_shorter_than_a_sequence_are_left_to_transformers(capsys, window
 
 
 @EACH_WAY
-def test_completions_of_a_prompt_stand_side_by_side(policies, family, engine):
-    batch = rollout(policies[family], engine=engine, group_size=4)
-    assert len(batch) == 12 and batch.rows.tolist() == list(range(12))
-    assert prompts_of(batch) == [PROMPTS[i // 4] for i in range(12)]
-    assert not batch.prompt_ids[torch.arange(9) < 9 - batch.prompt_lengths[:, None]].any()  # padding is on the left
-    assert batch.prompt_lengths.tolist() == [4] * 4 + [9] * 4 + [1] * 4
-    assert batch.trained.all() and batch.completion_mask.all()
-    assert {x.dtype for x in (batch.completion_mask, batch.truncated, batch.trained)} == {torch.bool}
-    integers = batch.completion_ids, batch.prompt_ids, batch.lengths, batch.prompt_lengths, batch.rows
-    assert {x.dtype for x in integers} == {torch.int64}
-    assert not batch.completion_ids.requires_grad and not batch.rollout_logps.requires_grad
-
-
-@EACH_WAY
 def test_an_end_token_cuts_a_completion_and_changes_nothing_before_it(policies, family, engine):
     which = dict(engine=engine, group_size=16, seed=4, step=2)
     free = rollout(policies[family], **which)
@@ -292,7 +277,10 @@ def test_completions_of_a_group_or_of_a_prompt_that_comes_twice_differ(policies)
 def test_prompts_together_or_one_by_one_give_the_same_tokens(policies, family, engine):
     # and groups of any size
     which = dict(engine=engine, end_ids=[3, 30, 31])
-    together = completions(rollout(policies[family], group_size=4, **which))
+    batch = rollout(policies[family], group_size=4, **which)
+    together = completions(batch)
+    assert prompts_of(batch) == [PROMPTS[i // 4] for i in range(12)]  # completions of a prompt stand side by side
+    assert not batch.completion_ids.requires_grad and not batch.rollout_logps.requires_grad
     for number, group_size in ((2, 1), (0, 4), (1, 64)):
         apart = rollout(policies[family], [PROMPTS[number]], group_size=group_size, prompt_numbers=[number], **which)
         n = min(4, group_size)
@@ -512,6 +500,9 @@ def test_prompts_and_completions_are_put_together():
     assert batch.lengths.tolist() == [3, 1, 4, 1] and batch.prompt_lengths.tolist() == [3, 3, 1, 1]
     assert batch.truncated.tolist() == [False, True, True, False]
     assert batch.trained.all() and batch.rows.tolist() == [0, 1, 2, 3] and len(batch) == 4
+    assert {x.dtype for x in (batch.completion_mask, batch.truncated, batch.trained)} == {torch.bool}
+    integers = batch.completion_ids, batch.prompt_ids, batch.lengths, batch.prompt_lengths, batch.rows
+    assert {x.dtype for x in integers} == {torch.int64}
     assert batch.tokens[3] is batch.lengths and batch.teacher is None
 
 
@@ -572,8 +563,8 @@ def test_select_keeps_rows_together_and_trims_padding():
     assert part.truncated.tolist() == [False, True] and part.trained.tolist() == [False, True]
     assert batch.prompt_ids.shape == (4, 4) and batch.completion_ids.shape == (4, 5)  # the whole is left as it was
     assert part.select(torch.tensor([1])).rows.tolist() == [0]  # the place in the rollout
-    tail_logp = batch.completion_ids.float()
-    batch.teacher = TeacherOutput(ids=states.int(), logps=states, tail_logp=tail_logp, token_logps=batch.rollout_logps)
+    pair = dict(tail_logp=batch.completion_ids.float(), token_logps=batch.rollout_logps)
+    batch.teacher = TeacherOutput(ids=states.int(), logps=states, **pair)
     part = batch.select(torch.tensor([1]))
     assert [x.shape for x in part.teacher.tensors] == [(1, 1, 2), (1, 1, 2), (1, 1), (1, 1)]
     assert_equal(RolloutBatch.from_state_dict(part.state_dict()), part)

@@ -152,11 +152,10 @@ def test_top_k_is_that_of_the_models_own_logits(server, model, monkeypatch, top_
     client.fill(micros)
     K = min(top_k or shared, shared)
     for micro in micros:
-        for i, n in enumerate(micro.lengths.tolist()):
-            completion, prompt = micro.completions[i], micro.prompts[i]
+        for i, (prompt, completion) in enumerate(zip(micro.prompts, micro.completions, strict=True)):
             logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1, :shared]
             expected = (logits / 0.7).log_softmax(-1)
-            got = [x[i] for x in micro.teacher.tensors]
+            got, n = [x[i] for x in micro.teacher.tensors], len(completion)
             ids, logps, tail_logp, token_logps = (x[:n] for x in got)
             assert_near(logps, expected.topk(K).values)
             assert_near(expected.gather(1, ids.long()), logps)

@@ -1,4 +1,4 @@
-"""Completions on their way from rollout to update: put together, dealt out, and cut into micro-batches.
+"""Completions on their way from rollout to update: batches of them, cut into minibatches and micro-batches.
 
 Dims: P prompts, G completions per prompt, B = P * G sequences, Q prompt tokens, C completion tokens,
 H hidden size of a teacher, K its top k.
@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from common.model.images import Images
 
-ON_HOST = ("prompt_lengths", "lengths", "truncated", "rows", "trained", "replica")  # so that cutting never syncs
-TEACHER = "teacher_"  # begins the names of a teacher's tensors in a file
+# fields that stay on the CPU, so that cutting a batch never syncs
+ON_HOST = ("prompt_lengths", "lengths", "truncated", "rows", "trained", "replica")
+TEACHER = "teacher_"  # prefix of `TeacherOutput` in a state dict
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -39,24 +40,15 @@ class TeacherOutput:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Those that are there, in the order in which `distillation.Divergences` takes them."""
+        """Those that are not None, in the order that `distillation.Divergences` takes."""
         return tuple(x for x in _fields(self).values() if x is not None)
 
     def to(self, device: torch.device) -> "TeacherOutput":
-        """The same on another device.
-
-        Args:
-            device: of the student.
-        """
+        """The same on another device."""
         return self._each(lambda x: x.to(device))
 
     def select(self, rows: torch.Tensor, width: int) -> "TeacherOutput":
-        """Some rows, cut off after some tokens.
-
-        Args:
-            rows: [b] int64, row numbers, on the device of the tensors.
-            width: completion tokens.
-        """
+        """The first `width` tokens of some rows, [b] int64 on the device of the tensors."""
         return self._each(lambda x: x[rows][:, :width])
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "TeacherOutput":
@@ -238,21 +230,20 @@ class RolloutBatch(Rollout):
         """Copies of all tensors on the CPU, to be saved; images come from the data again."""
         of_teacher = {} if self.teacher is None else _fields(self.teacher)
         values = _fields(self) | {TEACHER + name: value for name, value in of_teacher.items()}
-        copies = {k: v.detach().cpu().clone() for k, v in values.items() if isinstance(v, torch.Tensor)}
-        return {name: tensor.contiguous() for name, tensor in copies.items()}  # copies: two fields may share memory
+        tensors = {name: value.detach() for name, value in values.items() if isinstance(value, torch.Tensor)}
+        return {name: x.cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
 
     @classmethod
     def from_state_dict(cls, tensors: dict[str, torch.Tensor]) -> "RolloutBatch":
         """The batch that `state_dict` saved.
 
         Args:
-            tensors: by name; names that no field has, those of masks in files of earlier versions, are ignored.
+            tensors: by name; the masks in files of earlier versions, which are no fields any more, are ignored.
         """
-        own, of_teacher = (
-            {f.name: tensors[prefix + f.name] for f in dataclasses.fields(kind) if prefix + f.name in tensors}
-            for kind, prefix in ((cls, ""), (TeacherOutput, TEACHER))
-        )
-        return cls(**own, teacher=TeacherOutput(**of_teacher) if of_teacher else None)
+        names = [field.name for field in dataclasses.fields(cls)]
+        of_teacher = {k.removeprefix(TEACHER): v for k, v in tensors.items() if k.startswith(TEACHER)}
+        teacher = TeacherOutput(**of_teacher) if of_teacher else None
+        return cls(**{name: tensors[name] for name in names if name in tensors}, teacher=teacher)
 
     def minibatches(
         self,
@@ -312,14 +303,14 @@ def assemble(
     end_ids: Sequence[int],
     images: Images | None = None,
 ) -> RolloutBatch:
-    """Puts prompts and completions together, from wherever those are.
+    """Batches prompts and completions, sampled or given.
 
     Args:
         prompts: token ids of P prompts.
         group_size: completions per prompt.
         tokens_BC: [B, C] int64, -1 after the end of each completion; none is empty.
         logps_BC: [B, C] fp32, as they were sampled, 0 after the end.
-        pad_id: what stands where there is no token.
+        pad_id: fills rows up.
         end_ids: every token that ends a completion.
         images: of the P prompts, if the policy is given any.
     """
@@ -345,11 +336,11 @@ def assemble(
 
 
 def deal(costs: Sequence[int], num_shares: int) -> list[list[int]]:
-    """Deals work out so that shares cost about the same: the dearest piece first, to the cheapest share so far.
+    """Deals pieces of work into shares of about the same cost: the dearest first, to the cheapest share so far.
 
     Args:
         costs: of each piece.
-        num_shares: how many there are; with fewer pieces, the last ones get none.
+        num_shares: shares; with fewer pieces, the last ones stay empty.
 
     Returns:
         Numbers of the pieces of each share, ascending.
@@ -366,20 +357,20 @@ def deal(costs: Sequence[int], num_shares: int) -> list[list[int]]:
 
 
 def in_rounds(queues: Sequence[Sequence[Any]]) -> list[tuple[int, Any]]:
-    """The first of each queue, then the second of each, and so on, so that all GPUs have work from the beginning.
+    """Interleaves queues, so that all GPUs have work from the beginning: the first of each, the second of each, ...
 
     Args:
-        queues: of different lengths.
+        queues: of any lengths.
 
     Returns:
-        Number of the queue, and what stood there.
+        Number of the queue and the item, in turn.
     """
     longest = max(map(len, queues))
     return [(number, queue[k]) for k in range(longest) for number, queue in enumerate(queues) if k < len(queue)]
 
 
 def _parts(rows: list[int], lengths: list[int], micro_batch_tokens: int, packed: bool) -> list[list[int]]:
-    """Rows, the longest first, cut into micro-batches."""
+    """Cuts rows, the longest first, into micro-batches."""
     parts: list[list[int]] = []
     size = micro_batch_tokens
     for row in rows:

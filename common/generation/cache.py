@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from common.generation.scheduler import Group, Space
-from common.model.attention import Layer, Packed, Way
+from common.model.attention import Layer, Packed
 
 
 class Cache(Protocol):
@@ -25,7 +25,7 @@ class Cache(Protocol):
     Attributes:
         space: what the present rollout needs room for.
         pools: keys and values of each layer, as allocated.
-        row_tensors: those tensors, if any, that hold the rows of the batch in its order: closing gaps moves them.
+        row_tensors: those with one entry per row of the batch, in its order: closing gaps moves the entries.
     """
 
     space: Space
@@ -52,28 +52,19 @@ class Cache(Protocol):
         """Where the completion of each row begins, as `decode` takes it."""
 
     def prefill(self, groups: list[Group]) -> Packed:
-        """The attention path of prompts that enter the cache.
-
-        Args:
-            groups: the rows of each prompt.
-        """
+        """The attention path of prompts that enter the cache."""
 
     def arrange(self, groups: list[Group], b: int) -> None:
-        """Prepares `decode` for a batch that has changed.
+        """Prepares `decode` for a batch that has changed: groups, then padding up to b rows."""
 
-        Args:
-            groups: all rows of the batch, in order.
-            b: its rows; those beyond the groups are padding.
-        """
-
-    def decode(self, start: torch.Tensor, count: torch.Tensor, longest: int) -> Way:
+    def decode(self, start: torch.Tensor, count: torch.Tensor, longest: int) -> "FlashDecode | SdpaDecode":
         """The attention path of one new token per row.
 
         Args:
             start: [b] int64, from `starts`.
             count: [b] int64, tokens of the completion, the new one included.
-            longest: tokens of the longest row. In a CUDA graph only what lies on the device may differ from one step to
-                the next: there it is not known.
+            longest: tokens of the longest row. A CUDA graph cannot know it: what changes between replays must be on the
+                device.
         """
 
 
@@ -147,7 +138,7 @@ class FlashDecode:
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """See `attention.Way.attend`; m = b, T = 1."""
+        """The attention path of a decode step: m = b, T = 1."""
         b, Hq, _, D = query.shape
         Hkv = key.shape[1]
         module.rl_keys.index_copy_(0, self.write, key[:, :, 0])
@@ -169,7 +160,7 @@ class FlashPrefill(Packed):
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """See `attention.Way.attend`; m = 1, T = N."""
+        """The attention path of a prefill: m = 1, T = N."""
         module.rl_keys.index_copy_(0, self.write, key[0].transpose(0, 1))
         module.rl_values.index_copy_(0, self.write, value[0].transpose(0, 1))
         return super().attend(module, query, key, value, scaling)
@@ -178,7 +169,7 @@ class FlashPrefill(Packed):
 class FlashCache:
     """One pool of token slots per layer: prompts, once per group; completions, one stretch per row; a slot for padding.
 
-    Padding rows fill a batch up to the size a graph was captured for; they write to the last slot and read from it.
+    Padding rows fill a batch up to the size that a graph was captured for; they write to the last slot and read it.
 
     Attributes:
         padding: the last slot.
@@ -227,11 +218,11 @@ class FlashCache:
         self.pools, self.segments = [], torch.empty(0)
 
     def num_segments(self, b: int) -> int:
-        """Groups of rows a batch of `b` may hold: one per prompt, and those that padding rows form."""
+        """Groups that a batch of b rows may hold: one per prompt, and those of padding rows."""
         return self.space.prompts + -(-b // self.space.group_size)
 
     def graph_key(self, b: int) -> tuple[int, ...]:
-        """What a graph for `b` rows depends on besides the addresses of the tensors."""
+        """What a CUDA graph for b rows depends on besides the addresses of tensors."""
         return b, self.num_segments(b), self.space.group_size, self.space.tokens, _power_of_two(self.space.longest)
 
     def starts(self, group: Group) -> list[int]:
@@ -286,7 +277,7 @@ class SdpaDecode:
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """See `attention.Way.attend`; m = b, T = 1."""
+        """The attention path of a decode step: m = b, T = 1."""
         (b, Hq, _, D), Hkv, L = query.shape, key.shape[1], self.mask.shape[-1]
         module.rl_keys[self.rows, :, self.write] = key[:, :, 0]
         module.rl_values[self.rows, :, self.write] = value[:, :, 0]
@@ -304,7 +295,7 @@ class SdpaPrefill(Packed):
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """See `attention.Way.attend`; m = 1, T = N."""
+        """The attention path of a prefill: m = 1, T = N."""
         for rows, k, v in zip(self.rows, *(x[0].split(self.lengths, dim=1) for x in (key, value)), strict=True):
             module.rl_keys[rows, :, : k.shape[1]] = k
             module.rl_values[rows, :, : v.shape[1]] = v
@@ -374,5 +365,5 @@ def _bytes_per_token(layers: Sequence[Layer], dtype: torch.dtype) -> int:
 
 
 def _power_of_two(n: int) -> int:
-    """The next one: bounds that stand in a graph should not change with every batch."""
+    """The next power of two: bounds in a graph should not change with every batch."""
     return 1 << (n - 1).bit_length()

@@ -40,33 +40,21 @@ class RowState:
 
     def __init__(self, rows: int, device: torch.device):
         self.table = torch.zeros(7, rows, dtype=torch.long, device=device)
-        self.token, self.count, self.sequence, self.start, self.prompt_length, self.done, self.position_shift = (
-            self.table
-        )
+        self.token, self.count, self.sequence, self.start = self.table[:4]
+        self.prompt_length, self.done, self.position_shift = self.table[4:]
 
     def __len__(self) -> int:
         return self.table.shape[1]
 
     def keep(self, kept: list[int], before: int) -> None:
-        """Closes the gaps between the rows that stay.
-
-        Args:
-            kept: their places, ascending.
-            before: rows of the batch so far.
-        """
+        """Closes the gaps in a batch of `before` rows; `kept` are the places of those that stay, ascending."""
         places = torch.tensor(kept, dtype=torch.long, device=self.table.device)
         self.table[:, : len(kept)] = self.table[:, :before][:, places]
 
     def pad(self, rows: int, batch: int, start: int) -> None:
-        """Fills the batch up with rows that have ended.
-
-        Args:
-            rows: of the batch so far.
-            batch: rows with padding.
-            start: where padding rows write in the cache.
-        """
-        values = dict(token=0, count=1, sequence=0, start=start, prompt_length=0, done=1, position_shift=0)
-        self.table[:, rows:batch] = torch.tensor(list(values.values()), device=self.table.device)[:, None]
+        """Fills a batch up from `rows` to `batch` with ended rows, which write to `start` in the cache."""
+        values = [0, 1, 0, start, 0, 1, 0]  # one token drawn, done
+        self.table[:, rows:batch] = torch.tensor(values, device=self.table.device)[:, None]
 
 
 class Runner:
@@ -100,12 +88,7 @@ class Runner:
     # ---- one rollout ----
 
     def reserve(self, space: Space, uniforms: torch.Tensor) -> None:
-        """Gets memory ready for a rollout; what graphs point to is allocated anew only when it has to grow.
-
-        Args:
-            space: what has to fit.
-            uniforms: [B, T] fp64, random numbers of the sequences.
-        """
+        """Gets memory ready for a rollout; what graphs point to is allocated anew only when it has to grow."""
         total = uniforms.numel()
         moved = self.cache.reserve(space)
         if space.batch > len(self.state):
@@ -114,8 +97,9 @@ class Runner:
             self.healthy = torch.ones((), dtype=torch.bool, device=self.device)
         if total >= len(self.out_tokens):
             moved = True
-            self.out_tokens = torch.empty(total + 1, dtype=torch.long, device=self.device)  # ended rows write to the
-            self.out_logps = torch.empty(total + 1, device=self.device)  # last place
+            # ended rows write to the last place
+            self.out_tokens = torch.empty(total + 1, dtype=torch.long, device=self.device)
+            self.out_logps = torch.empty(total + 1, device=self.device)
             self.uniforms = torch.empty(total, dtype=torch.float64, device=self.device)
         addresses = tuple(p.data_ptr() for p in self.model.parameters())
         if moved or addresses != self.parameter_addresses:
@@ -154,8 +138,8 @@ class Runner:
         """Reads prompts in one forward pass and draws the first token of each of their rows.
 
         Args:
-            groups: neighbours in the batch, all of whose rows are new.
-            prompts: token ids of all prompts of the rollout.
+            groups: neighbors in the batch, all of whose rows are new.
+            prompts: of the whole rollout.
             sampling: the distribution tokens are drawn from.
             images: of all prompts, if the model is given any.
         """
@@ -182,15 +166,10 @@ class Runner:
         self._emit(last, here, sampling, self._draw_eager)
 
     def arrange(self, groups: list[Group], b: int) -> None:
-        """Prepares decode steps for a batch that has changed.
-
-        Args:
-            groups: the batch by prompts.
-            b: rows computed; padding fills up what the groups leave over.
-        """
+        """Prepares decode steps for a batch that has changed: groups, then padding up to b rows."""
         self.cache.arrange(groups, b)
         if b > (rows := groups[-1].places.stop):
-            self.state.pad(rows, b, self.cache.padding)
+            self.state.pad(rows, b, self.cache.padding)  # for graphs, which only a FlashCache allows
 
     def keep(self, kept: list[int], before: int) -> None:
         """Closes the gaps that ended rows leave; see `RowState.keep`."""
@@ -202,7 +181,7 @@ class Runner:
 
     def done(self, rows: int) -> list[bool]:
         """Which rows of the batch have ended; syncs."""
-        return [bool(done) for done in self.state.done[:rows].tolist()]
+        return list(map(bool, self.state.done[:rows].tolist()))
 
     def all_done(self, rows: int) -> bool:
         """Whether all rows of the batch have ended; syncs."""
@@ -211,13 +190,7 @@ class Runner:
     # ---- one step ----
 
     def advance(self, b: int, sampling: Sampling, longest: int) -> None:
-        """One token for the first b rows: a graph, or the step itself.
-
-        Args:
-            b: rows, padding included.
-            sampling: the distribution tokens are drawn from.
-            longest: tokens of the longest row.
-        """
+        """One token for the first b rows, by a graph or the step itself; `longest` is the length of the longest row."""
         if not self.use_graphs:
             return self._step(b, sampling, longest)
         key = (*self.cache.graph_key(b), sampling)

@@ -39,9 +39,9 @@ class HiddenStates(LogProbs):
 
         Args:
             prompt_ids: [m, Q] int64, padded on the left.
-            prompt_mask: [m, Q] bool.
+            prompt_mask: [m, Q] bool, or lengths, as in `LogProbs.forward`.
             completion_ids: [m, C] int64, padded on the right.
-            completion_mask: [m, C] bool.
+            completion_mask: [m, C] bool, or lengths.
 
         Returns:
             [m, C, Ht] in the dtype of the model, 0 where masked; in a tuple, as `logprobs.fill` takes it.
@@ -93,9 +93,9 @@ class Divergences(LogProbs):
 
         Args:
             prompt_ids: [m, Q] int64, padded on the left.
-            prompt_mask: [m, Q] bool.
+            prompt_mask: [m, Q] bool, or lengths, as in `LogProbs.forward`.
             completion_ids: [m, C] int64, padded on the right.
-            completion_mask: [m, C] bool.
+            completion_mask: [m, C] bool, or lengths.
             weights: [m, C] fp32, of each token in the loss: 1 / trained tokens, or 0.
             *teacher: `batches.TeacherOutput.tensors`: last hidden states, or a top k.
 

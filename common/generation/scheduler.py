@@ -64,17 +64,17 @@ class Scheduler:
 
     Attributes:
         rows: the batch, in order.
-        step: decode steps done.
+        step: decode steps done; whoever runs them adds them up.
     """
 
     def __init__(self, prompt_lengths: Sequence[int], space: Space, check_every: int, padded: bool):
-        """All prompts wait.
+        """Starts with an empty batch; all prompts wait.
 
         Args:
             prompt_lengths: tokens of each prompt of the rollout.
             space: what there is room for.
             check_every: decode steps between host checks.
-            padded: batches are filled up to a few sizes, those that graphs are captured for.
+            padded: pad batches to a few sizes, those that graphs are captured for.
         """
         self.prompt_lengths, self.space, self.check_every, self.padded = prompt_lengths, space, check_every, padded
         self.rows: list[Row] = []
@@ -96,12 +96,12 @@ class Scheduler:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row, prompt included: upper bound on what the cache holds of any row."""
+        """Tokens of the longest row, prompt included, as if none had ended."""
         return max(self.prompt_lengths[self._prompt(row)] + self.step - row.born for row in self.rows)
 
     @property
     def steps_until_check(self) -> int:
-        """Decode steps that need no look at the device: fewer where every row reaches its limit before."""
+        """Decode steps until the next host check, or until every row has reached its limit."""
         return min(self.check_every, max(self.space.tokens - 1 - (self.step - row.born) for row in self.rows))
 
     def admit(self) -> list[Group]:
@@ -130,13 +130,13 @@ class Scheduler:
         return groups
 
     def close_gaps(self, ended: Sequence[bool]) -> list[int] | None:
-        """Takes ended rows out, if that makes the batch smaller or makes room for waiting prompts.
+        """Removes ended rows, if that makes the batch smaller or makes room for waiting prompts.
 
         Args:
             ended: of each row of the batch.
 
         Returns:
-            Places of the rows that stay, ascending; None: the batch stays as it is.
+            Places of the rows that stay, ascending; None if the batch stays as it is.
         """
         kept = [i for i, over in enumerate(ended) if not over]
         smaller = self._padded_size(len(kept)) < self.batch_size

@@ -122,11 +122,11 @@ def gkd_loss(student, micro, cfg, counts):
     mask_mC, denominator = micro.completion_mask, counts.of(cfg.aggregation)
     if cfg.loss == "opd":  # policy gradient: the advantage of a token is how much likelier it is to the teacher
         logps_mC, entropy_mC = student(micro)
-        advantages_mC = micro.teacher_token_logps - micro.old_logps
+        advantages_mC = micro.teacher.token_logps - micro.old_logps
         surrogate_mC = losses.token_ratio(logps_mC, micro.old_logps) * advantages_mC
         loss = losses.aggregate(-surrogate_mC, mask_mC, cfg.aggregation, denominator)
         reported = {"reverse_kl": -advantages_mC, "entropy": entropy_mC, "student_logps": logps_mC,
-                    "teacher_logps": micro.teacher_token_logps}  # fmt: skip
+                    "teacher_logps": micro.teacher.token_logps}  # fmt: skip
     else:  # Eq. 1, over the vocabulary
         loss, reported = student.divergence(micro, losses.weights(mask_mC, cfg.aggregation, denominator))
     return loss, token_stats(micro, loss, reported, counts)

@@ -16,7 +16,8 @@ from test_rollout import PROMPTS, assert_same, completions, fp64, make_sampler
 
 from common.base import distributed, memory
 from common.distill import distillation
-from common.generation import batches, rollout
+from common.generation import batches
+from common.generation.runner import Runner
 from common.maths import losses
 from common.model import logprobs, models
 from common.run import metrics
@@ -258,7 +259,7 @@ def test_each_gives_every_row_in_order(batch):
 def test_forward_passes_that_run_out_of_memory_give_the_same(batch, capsys, states, tokens):
     model = build_model("qwen2").requires_grad_(False)
     policy = (distillation.HiddenStates if states else logprobs.LogProbs)(model, 1.0)
-    field = "teacher_states" if states else "ref_logps"
+    field = "states" if states else "ref_logps"
     micros, others = (batch.minibatches(1, tokens or 60, True)[0] for _ in range(2))
     logprobs.fill(micros, field, policy, CPU, tokens)
     tried = limit_rows(policy, 2)
@@ -322,7 +323,7 @@ def test_several_replicas_learn_what_one_does(tmp_path, batch):
 
 def little_memory(module, on_rank: int | None = None, replicas: int = 1) -> None:
     """Memory for 40 tokens in the update, 6 rows in other forward passes, and 4 rows in a rollout."""
-    states, step = logprobs.LogProbs.states, rollout.Engine._step
+    states, step = logprobs.LogProbs.states, Runner._step
 
     def limit(exceeded: bool) -> None:
         if exceeded and on_rank in (None, distributed.rank()):
@@ -337,7 +338,7 @@ def little_memory(module, on_rank: int | None = None, replicas: int = 1) -> None
         limit(b > 4)
         return step(self, b, *args)
 
-    logprobs.LogProbs.states, rollout.Engine._step = limited_states, limited_step
+    logprobs.LogProbs.states, Runner._step = limited_states, limited_step
     if replicas > 1:
         two_replicas(module, replicas)
 

@@ -24,8 +24,8 @@ def rollout(lengths, truncated=None) -> RolloutBatch:
     ids = torch.ones(B, C, dtype=torch.long)
     mask = torch.arange(C) < lengths[:, None]
     return RolloutBatch(
-        prompt_ids=ids, prompt_mask=ids > 0, completion_ids=ids, sampled_mask=mask, completion_mask=mask,
-        rollout_logps=torch.zeros(B, C), prompt_lengths=torch.full((B,), C), lengths=lengths,
+        prompt_ids=ids, completion_ids=ids, completion_mask=mask, rollout_logps=torch.zeros(B, C),
+        prompt_lengths=torch.full((B,), C), lengths=lengths,
         truncated=torch.tensor(truncated or [False] * B), trained=torch.ones(B).bool(), rows=torch.arange(B),
     )  # fmt: skip
 

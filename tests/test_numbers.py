@@ -119,29 +119,28 @@ def test_an_infinite_log_prob_is_held_at_a_finite_ratio(field, value):
 
 
 @pytest.mark.parametrize(("field", "loss", "value"), [  # what a teacher said, and the losses that read it
-    ("teacher_states", "jsd", -INF), ("teacher_logps", "forward_kl", INF), ("teacher_logps", "jsd", NAN),
-    ("teacher_tail_logp", "reverse_kl", NAN), ("teacher_token_logps", "opd", -INF),
+    ("states", "jsd", -INF), ("logps", "forward_kl", INF), ("logps", "jsd", NAN), ("tail_logp", "reverse_kl", NAN),
+    ("token_logps", "opd", -INF),
 ])  # fmt: skip
 def test_what_a_teacher_said_cannot_move_a_weight_if_it_is_not_finite(field, loss, value):
     script, model = functions_of("gkd"), build_model("qwen2").train()
     cfg = SimpleNamespace(loss=loss, aggregation="token_mean")
-    head = distillation.Head(build_model("teacher")) if field == "teacher_states" else None
+    head = distillation.Head(build_model("teacher")) if field == "states" else None
     student = logprobs.LogProbs(model, 1.0)
     if loss != "opd":
         student = distillation.Divergences(model, 1.0, False, script["BETA"].get(loss, 0.5), 64, head)
     optimizer = optim.AdamW(model, 1e-3)
     for bad, (micro,) in zip((False, True), minibatches(), strict=False):
         shape = micro.completion_ids.shape
-        if field == "teacher_states":
-            micro.teacher_states = torch.ones(*shape, 32)
-        elif loss != "opd":
-            micro.teacher_ids = torch.tensor([5, 9]).int().expand(*shape, 2).contiguous()
-            micro.teacher_logps, micro.teacher_tail_logp = torch.full((*shape, 2), -1.5), torch.full(shape, -0.6)
-        micro.teacher_token_logps = torch.full(shape, -2.0)
+        top_k = batches.TeacherOutput(
+            ids=torch.tensor([5, 9]).int().expand(*shape, 2).contiguous(), logps=torch.full((*shape, 2), -1.5),
+            tail_logp=torch.full(shape, -0.6), token_logps=torch.full(shape, -2.0),
+        )  # fmt: skip
+        micro.teacher = batches.TeacherOutput(states=torch.ones(*shape, 32)) if field == "states" else top_k
         if bad:
             optimizer.check()
             before = [p.detach().clone() for p in model.parameters()]
-            getattr(micro, field)[0, 2] = value
+            getattr(micro.teacher, field)[0, 2] = value
         share, _ = script["gkd_loss"](student, micro, cfg, 2, int(micro.num_tokens))
         optimizer.scale(share).backward()
         optimizer.step(1.0)

@@ -64,7 +64,7 @@ class Student(Policy):
         Returns:
             The weighted sum, and metrics of every token [m, C] by name.
         """
-        loss, values_mCR = self.wrapped[micro.replica or 0](*micro.tokens, weights_mC, *micro.said)
+        loss, values_mCR = self.wrapped[micro.replica or 0](*micro.tokens, weights_mC, *micro.teacher.tensors)
         return loss.squeeze(0), dict(zip(distillation.VALUES, values_mCR.unbind(-1), strict=True))
 
 

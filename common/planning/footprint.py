@@ -15,7 +15,8 @@ from typing import Any
 
 from common.base import distributed
 from common.base.devices import GIB
-from common.generation.engine import KEEP_SHARE, PREFILL_TOKENS
+from common.generation.engine import KEEP_SHARE
+from common.generation.scheduler import PREFILL_TOKENS
 from common.model import head, logprobs, merging
 from common.planning import shapes
 from common.training import optim

@@ -1,16 +1,15 @@
-"""Says what GPUs a process sees, who else is on them, and what a training script would put where; fails if it cannot.
+"""Checks the GPUs that a process sees, who else uses them, and which role a training script gives to each.
 
-Run:   python scripts/check_gpus.py                                       what is there, and whether it works
-       python scripts/check_gpus.py gspo/gspo_multigpu.py --kl_coef 0.1   a script with its flags: role of every GPU
+Run:   python scripts/check_gpus.py                                       the GPUs and whether they work
+       python scripts/check_gpus.py gspo/gspo_multigpu.py --kl_coef 0.1   a script with its options
        torchrun --nproc_per_node=2 scripts/check_gpus.py gspo/gspo_ddp.py
-       python scripts/check_gpus.py --bandwidth                           and how fast the GPUs copy
+       python scripts/check_gpus.py --bandwidth                           also the bandwidth of copies
 Options, before the script: --bandwidth, --no-probe, --timeout SECONDS.
 
-It loads no model. Several ranks add up 64 MiB over NCCL, or gloo on CPUs, and the sum is checked. Exit code: 0 the
-script could start, 1 it could not, and the last lines say why and what to change, 2 a wrong command line. Other
-processes on a GPU are a warning. The number below "GPU" is the one that the process uses; "nvidia-smi" is the card,
-which CUDA_VISIBLE_DEVICES renumbers. What is printed where cards 2 and 3 are given to two ranks, and the second is in
-use:
+No model is loaded. Several ranks all-reduce 64 MiB over NCCL, or gloo on CPUs, and check the sum. Exit code: 0 the
+script can start, 1 it cannot, and the last lines say why and what to change, 2 the command line is wrong. Other
+processes on a GPU cause a warning. "GPU" is the number that the process uses, "nvidia-smi" that of the card, since
+CUDA_VISIBLE_DEVICES renumbers them. Example output for two ranks on cards 2 and 3, the second of which is in use:
 
     rank  local rank  of  host   pid   CUDA_VISIBLE_DEVICES  GPUs  current  torch         CUDA  driver
     0     0           2   node1  4121  2,3                   2     cuda:0   2.11.0+cu130  13.0  580.95.05
@@ -57,7 +56,7 @@ from common.base.devices import GIB
 from common.planning import cards, layouts, probes
 from common.planning.cards import Card, Machine
 
-IN_USE = GIB  # memory of a GPU that is gone before we start, from which on someone else is said to use it
+IN_USE = GIB  # memory taken before we start that counts as used by others
 
 
 @dataclass(frozen=True)
@@ -65,16 +64,12 @@ class Process:
     """What one rank sees.
 
     Attributes:
-        host: name of its machine.
-        pid: process id.
-        rank: its number, of `ranks`.
-        local_rank: its number on its machine.
-        ranks: processes together.
+        ranks: world size.
         visible: CUDA_VISIBLE_DEVICES; None: not set.
-        versions: of torch, of its CUDA, and of the driver.
-        current: the device that it uses when none is named.
-        gpus: in the order of their numbers.
-        roles: GPU numbers by role of the script; empty without a script, and the numbers are empty on the CPU.
+        versions: of torch, its CUDA, and the driver.
+        current: default device.
+        gpus: by number.
+        roles: GPU numbers by role of the script; empty without a script, no numbers on the CPU.
         problems: why a run would not start.
     """
 
@@ -91,12 +86,12 @@ class Process:
     problems: tuple[str, ...]
 
     def card(self, number: int) -> Card | None:
-        """The GPU of a number, if it is there."""
+        """The GPU with this number; None if there is none."""
         return self.gpus[number] if 0 <= number < len(self.gpus) else None
 
     @property
     def trained(self) -> tuple[int, ...]:
-        """GPU numbers that nobody else may train on: the script's, or that of the local rank."""
+        """Numbers of the GPUs that this rank trains on, which no other rank may use."""
         return self.roles.get("policy") or self.roles.get("student") or (() if self.roles else (self.local_rank,))
 
 
@@ -137,11 +132,7 @@ def look(machine: Machine, module: ModuleType | None = None, cfg: Any = None) ->
 
 
 def problems(processes: Sequence[Process]) -> list[str]:
-    """Why a run would not start: what each process found, and GPUs that two of them would train on.
-
-    Args:
-        processes: all ranks.
-    """
+    """Why a run would not start: problems of each process, and GPUs that several would train on."""
     ranks_of: dict[str, list[int]] = {}
     for process in processes:
         for problem in process.problems:
@@ -159,12 +150,7 @@ def problems(processes: Sequence[Process]) -> list[str]:
 
 
 def warnings(processes: Sequence[Process], machine_error: str = "") -> list[str]:
-    """What a run could stumble on.
-
-    Args:
-        processes: all ranks.
-        machine_error: why nvidia-smi gave no answer.
-    """
+    """Warnings about GPUs in use, and about nvidia-smi if it failed with `machine_error`."""
     found = [f"nvidia-smi does not work: {machine_error}"] if machine_error else []
     for (host, _), card in {(p.host, card.uuid): card for p in processes for card in p.gpus}.items():
         used = card.total - card.free
@@ -180,29 +166,19 @@ def _and(parts: Iterable[Any]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Aligned columns.
-
-    Args:
-        head: their names.
-        rows: cells.
-    """
+    """A text table with aligned columns under the names in `head`."""
     lines = [[*head], *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 def report(processes: Sequence[Process], script: str = "") -> str:
-    """The tables: processes, GPUs, and roles if there is a script.
-
-    Args:
-        processes: all ranks.
-        script: its name.
-    """
+    """The tables of processes, GPUs, and roles if there is a script."""
     seen = [(p.rank, p.local_rank, p.ranks, p.host, p.pid, "not set" if p.visible is None else p.visible or "''",
              len(p.gpus), p.current, *p.versions) for p in processes]  # fmt: skip
     parts = [table(("rank", "local rank", "of", "host", "pid", "CUDA_VISIBLE_DEVICES", "GPUs", "current", "torch",
                     "CUDA", "driver"), seen)]  # fmt: skip
-    groups: dict[tuple, list[Process]] = {}  # ranks that see the same GPUs under the same numbers
+    groups: dict[tuple, list[Process]] = {}  # ranks that number the same GPUs alike
     for process in processes:
         groups.setdefault((process.host, *(card.uuid for card in process.gpus)), []).append(process)
     for members in groups.values():
@@ -229,16 +205,16 @@ def _place(process: Process, number: int | None) -> tuple[str, ...]:
 
 
 def probe(processes: Sequence[Process], on_cpu: bool, fast: bool, seconds: float) -> tuple[list[str], list[str]]:
-    """Tries the GPUs; a collective.
+    """Tests communication between the GPUs; a collective.
 
     Args:
         processes: all ranks.
         on_cpu: whether the script would run on the CPU.
-        fast: whether to measure copies, too.
-        seconds: that an all-reduce may take.
+        fast: also measure the bandwidth of copies.
+        seconds: limit for an all-reduce.
 
     Returns:
-        What to print, and what is wrong.
+        Texts to print, and problems.
     """
     own, said, wrong = processes[distributed.rank()], [], []
     on_cpu = on_cpu or not all(process.gpus for process in processes)
@@ -260,13 +236,7 @@ def probe(processes: Sequence[Process], on_cpu: bool, fast: bool, seconds: float
 
 
 def advice(processes: Sequence[Process], module: ModuleType | None, script: str) -> list[str]:
-    """What a newcomer should know about the way this was started.
-
-    Args:
-        processes: all ranks.
-        module: of the training script, if there is one.
-        script: its path.
-    """
+    """Hints about the way this was started: no GPU, or one process for a script that needs one per GPU."""
     found = len(processes[0].gpus)
     if module is None and not found:
         return ["no GPU: scripts with device = auto run on the CPU, which is for the built-in policy; the others want "
@@ -278,20 +248,13 @@ def advice(processes: Sequence[Process], module: ModuleType | None, script: str)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Reads the command line, looks, tries, prints on rank 0.
-
-    Args:
-        argv: arguments; those of the process by default.
-
-    Returns:
-        The exit code, on every rank.
-    """
+    """Checks everything and prints on rank 0; returns the exit code, on every rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bandwidth", action="store_true", help="measure how fast data is copied")
-    parser.add_argument("--no-probe", action="store_true", help="only look; no all-reduce, no copies")
+    parser.add_argument("--bandwidth", action="store_true", help="measure the bandwidth of copies")
+    parser.add_argument("--no-probe", action="store_true", help="no all-reduce and no copies")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for an all-reduce (default: %(default)s)")
     parser.add_argument("script", nargs="?", help="training script")
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help="its flags")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="options of the script")
     args = parser.parse_args(argv)
     module, cfg = None, None
     if args.script:
@@ -304,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with probes.watchdog(args.timeout, f"all ranks must meet at {meeting}; see whether all were started"):
             dist.init_process_group("gloo")
     machine = cards.ask()
-    distributed.gather_objects(None)  # nobody uses a GPU before all have asked who does
+    distributed.gather_objects(None)  # a barrier: no rank uses a GPU before all have listed its users
     found = distributed.gather_objects(dataclasses.asdict(look(machine, module, cfg)))
     processes = [Process(**{**own, "gpus": tuple(Card(**gpu) for gpu in own["gpus"])}) for own in found]
     distributed.print_main(report(processes, args.script or ""))

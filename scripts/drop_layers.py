@@ -1,9 +1,9 @@
-"""Make a student from a teacher: the same model with some of its layers only, to be trained by gkd/.
+"""Makes a student from a teacher by dropping layers; train it with gkd/.
 
 Run:   python scripts/drop_layers.py models/smollm2 models/smollm2-half              every second layer
        python scripts/drop_layers.py models/smollm2 models/smollm2-10 --keep 10      ten, spread evenly
 
-The first and the last layer always stay: they fit the embedding and the head, which are kept as they are.
+The first and the last layer are always kept, since they fit the embedding and the head.
 """
 
 import argparse
@@ -20,31 +20,23 @@ from common.model import models, sources
 
 
 def kept_layers(total: int, keep: int) -> list[int]:
-    """Numbers of the layers that stay, spread evenly, the first and the last among them.
-
-    Args:
-        total: layers there are.
-        keep: layers that stay.
+    """Indices of `keep` out of `total` layers, spread evenly, including the first and the last.
 
     Raises:
-        ValueError: fewer than 2, or more than there are.
+        ValueError: `keep` is below 2 or above `total`.
     """
     require(2 <= keep <= total, f"keep = {keep}", f"must be from 2 to {total}", "choose a number between")
     return [round(i * (total - 1) / (keep - 1)) for i in range(keep)]
 
 
 def drop_layers(model: nn.Module, keep: int) -> list[int]:
-    """Removes layers of a transformers causal language model, and makes its config say so.
-
-    Args:
-        model: changed in place.
-        keep: layers that stay.
+    """Removes layers of a transformers causal language model in place and updates its config.
 
     Returns:
-        Numbers of those.
+        Indices of the layers kept.
 
     Raises:
-        ValueError: the model keeps its layers elsewhere, or has not that many.
+        ValueError: the model has no list of layers, or fewer than `keep`.
     """
     decoder = model.get_decoder()
     layers = getattr(decoder, "layers", None)
@@ -55,7 +47,7 @@ def drop_layers(model: nn.Module, keep: int) -> list[int]:
     for place, layer in enumerate(decoder.layers):
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
-                module.layer_idx = place  # its place in key-value caches
+                module.layer_idx = place  # index into key-value caches
     kinds = getattr(model.config, "layer_types", None)
     if kinds:
         model.config.layer_types = [kinds[i] for i in numbers]
@@ -64,11 +56,11 @@ def drop_layers(model: nn.Module, keep: int) -> list[int]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Reads the command line, cuts the model and saves it."""
+    """Drops the layers and saves the student."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("teacher", help="folder, hub id, or toy-teacher")
-    parser.add_argument("student", help="folder to be written")
-    parser.add_argument("--keep", type=int, default=0, help="layers that stay; 0: half of them (default: %(default)s)")
+    parser.add_argument("student", help="new folder to write")
+    parser.add_argument("--keep", type=int, default=0, help="layers to keep; 0: half of them (default: %(default)s)")
     args = parser.parse_args(argv)
     if Path(args.student).exists():
         parser.error(f"{args.student} exists already: choose another folder")
@@ -78,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
     numbers = drop_layers(model, args.keep or max(2, -(-total // 2)))
     tokenizer, student = sources.load_tokenizer(args.teacher), Path(args.student)
     student.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".drop-", dir=student.parent) as scratch:  # it appears when it is whole
+    with tempfile.TemporaryDirectory(prefix=".drop-", dir=student.parent) as scratch:  # moved when complete
         model.save_pretrained(f"{scratch}/model")
         tokenizer.save_pretrained(f"{scratch}/model")
         Path(scratch, "model").replace(student)

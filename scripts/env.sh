@@ -1,5 +1,5 @@
-# Sourced by quickstart.sh and test.sh: `make_env FILE...` makes .venv and installs what the requirement files name.
-# A second call does nothing unless the files have changed, or the first was interrupted.
+# Sourced by other scripts: `make_env FILE...` creates .venv and installs the given requirement files. It does nothing if
+# the files have not changed since the last complete installation.
 
 make_env() {
     local python=${PYTHON:-python3} stamp

@@ -1,17 +1,17 @@
-"""Accuracy of a model or checkpoint on a file of prompts and answers, greedy or over several samples.
+"""Measures the accuracy of a model or checkpoint on prompts with answers, greedily or over several samples.
 
-Run:   python scripts/evaluate.py runs/gspo/checkpoint-000060                      on the built-in test rows
+Run:   python scripts/evaluate.py runs/gspo/checkpoint-000060                      on the built-in task
        python scripts/evaluate.py MODEL --data test.jsonl --examples 300 --max_new_tokens 256
        python scripts/evaluate.py MODEL --data test.jsonl --samples 8              mean and pass@8 at temperature 1
-Prints one JSON line; --out FILE writes every completion beside it. common/tasks/answers.py decides what is right; a
-data row with a list of right answers in `accepted` is right with any of them.
-With --samples N, over the prompts that have a score:
-  pass@k             chance that one of k samples is right, for k = 1, 2, 4, ... and N, estimated without bias from N
-  distinct           different texts among the N samples of a prompt, mean
-  distinct_correct   different right answers among the N samples of a prompt, mean; a prompt without one counts 0
-  effective_correct  exp(entropy) of the right answers of a prompt, mean over the prompts that have one: 1 if the answer
-                     is always the same, and their number if all come equally often
-Answers differ by what they say, not as texts: "49", "49." and "The number is 49" are one answer.
+Prints one JSON line; --out FILE also saves every completion. Answers are compared by common/tasks/answers.py; any
+answer listed in a row's `accepted` is correct.
+With --samples N, over the prompts that can be scored:
+  pass@k             probability that at least one of k samples is correct, for k = 1, 2, 4, ... and N; unbiased
+  distinct           distinct texts among a prompt's N samples, mean
+  distinct_correct   distinct correct answers among a prompt's N samples, mean; 0 for a prompt without one
+  effective_correct  exp(entropy) of a prompt's correct answers, mean over prompts with one: 1 if all are the same,
+                     their number if all are equally frequent
+Answers are compared by value, not as text: "49", "49." and "The number is 49" are one answer.
 """
 
 import argparse
@@ -32,32 +32,32 @@ from common.tasks.answers import normal_answer
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Chance that at least one of k samples is right, estimated without bias from more samples.
+    """Unbiased estimate of the probability that at least one of k samples is correct.
 
     Args:
         num_samples: n, samples of one prompt.
-        num_right: c, how many of them are right, 0 to n.
-        k: samples that one may draw, 1 to n.
+        num_right: c, correct samples, 0 to n.
+        k: attempts, 1 to n.
 
     Returns:
-        1 - C(n - c, k) / C(n, k), in [0, 1]. Chen et al. 2021, arXiv 2107.03374, equation 1.
+        1 - C(n - c, k) / C(n, k), in [0, 1]. Chen et al. 2021, arXiv 2107.03374, Eq. 1.
 
     Raises:
-        ValueError: k or c outside its range.
+        ValueError: k or c is out of range.
     """
     if not 0 <= num_right <= num_samples or not 1 <= k <= num_samples:
         raise ValueError(
             f"pass@{k} of {num_samples} samples with {num_right} right: k is 1 to the number of samples, and no more "
             "can be right than were drawn; take more samples"
         )
-    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)  # exact integers until here
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)  # exact integers up to the division
 
 
 def effective_number(answers: Sequence[str]) -> float:
-    """exp(entropy) of how often each answer comes, entropy in nats: 1 for one answer, n for n equally frequent ones.
+    """exp(entropy) of the answers' frequencies: 1 for a single answer, n for n equally frequent ones.
 
     Raises:
-        ValueError: no answers, which have no distribution.
+        ValueError: there are no answers.
     """
     if not answers:
         raise ValueError("effective number of 0 answers: at least one is needed; leave out prompts without any")
@@ -66,14 +66,14 @@ def effective_number(answers: Sequence[str]) -> float:
 
 
 def sample_metrics(groups: Sequence[Sequence[dict]], num_samples: int) -> dict[str, float | None]:
-    """The metrics of --samples, by the definitions at the top of this file.
+    """The metrics of --samples, as defined at the top of this file.
 
     Args:
-        groups: the scored prompts, each with its N lines as in --out: `score`, `completion`, `extracted`.
+        groups: for each scored prompt its N lines as in --out, with `score`, `completion` and `extracted`.
         num_samples: N, at least 1.
 
     Returns:
-        Values by name, each a mean over the prompts; None where no prompt counts.
+        Mean over the prompts by name; None if no prompt counts.
     """
     right = [[line["extracted"] for line in group if line["score"] == 1] for group in groups]
     ks = sorted({2**i for i in range(num_samples.bit_length())} | {num_samples})
@@ -85,38 +85,38 @@ def sample_metrics(groups: Sequence[Sequence[dict]], num_samples: int) -> dict[s
 
 
 def mean(values: Iterable[float]) -> float | None:
-    """Mean; None without values."""
+    """Mean of the values; None if there are none."""
     values = list(values)
     return sum(values) / len(values) if values else None
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Loads the model, completes every prompt, and prints the accuracy."""
+    """Completes every prompt and prints the accuracy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="'toy', a folder, a checkpoint of a run, or a hub id")
     parser.add_argument("--data", default="toy", help="as train_data of the scripts (default: %(default)s)")
-    parser.add_argument("--split", default="test", help="split of a data set that has several (default: %(default)s)")
-    parser.add_argument("--examples", type=int, default=0, help="rows used, from the first; 0: all")
+    parser.add_argument("--split", default="test", help="split of a hub data set (default: %(default)s)")
+    parser.add_argument("--examples", type=int, default=0, help="evaluate the first N rows; 0: all")
     parser.add_argument(
-        "--samples", type=int, default=0, help="completions per prompt at --temperature; 0: one, greedy"
+        "--samples", type=int, default=0, help="completions per prompt at --temperature; 0: one greedy completion"
     )
     parser.add_argument("--temperature", type=float, default=1.0, help="with --samples (default: %(default)s)")
     parser.add_argument("--max_new_tokens", type=int, default=128, help="tokens per completion (default: %(default)s)")
-    parser.add_argument("--max_prompt_tokens", type=int, default=512, help="longer prompts are dropped, with a count")
-    parser.add_argument("--system_prompt", default="", help="put before prompts given as text")
+    parser.add_argument("--max_prompt_tokens", type=int, default=512, help="longer prompts are dropped and counted")
+    parser.add_argument("--system_prompt", default="", help="prepended to prompts given as text")
     parser.add_argument("--batch_size", type=int, default=128, help="completions at a time (default: %(default)s)")
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)"
     )
     parser.add_argument("--dtype", default="auto", help="auto, fp32, bf16 or fp16 (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
-    parser.add_argument("--out", default="", help="JSONL file for prompts, completions and rewards")
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampling (default: %(default)s)")
+    parser.add_argument("--out", default="", help="JSONL file for prompts, completions and scores")
     args = parser.parse_args(argv)
     for name, least in (("examples", 0), ("samples", 0), ("max_new_tokens", 1), ("batch_size", 1)):
         if getattr(args, name) < least:
             parser.error(f"--{name} {getattr(args, name)}: must be at least {least}")
     out = Path(args.out or "-")
-    if args.out and (out.is_dir() or not out.absolute().parent.is_dir()):  # now, not after an hour of sampling
+    if args.out and (out.is_dir() or not out.absolute().parent.is_dir()):  # fail before sampling, not after
         parser.error(f"--out {out}: must be a file in a folder that exists; make the folder, or choose another name")
 
     tokenizer, model = models.load_policy(args.model, torch.device(args.device), args.dtype)
@@ -164,10 +164,10 @@ def main(argv: list[str] | None = None) -> None:
         groups = [lines[i * group_size : (i + 1) * group_size] for i in scored.nonzero().flatten().tolist()]
         result |= sample_metrics(groups, group_size)
     if args.out:
-        partial = out.with_name(f"{out.name}.partial")  # an earlier file stays until this one is whole
+        partial = out.with_name(f"{out.name}.partial")  # replaces an earlier file only when complete
         with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
             for line in lines:
-                # a gold answer that cannot be graded has no score, and JSON has no NaN
+                # NaN, for a reference answer that cannot be graded, is not JSON
                 line["score"] = None if line["score"] != line["score"] else line["score"]
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
         partial.replace(out)

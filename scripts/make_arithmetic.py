@@ -1,12 +1,12 @@
-"""Write a two-digit arithmetic task as JSONL: train.jsonl and test.jsonl, with no problem in both.
+"""Writes a two-digit arithmetic task as train.jsonl and test.jsonl, which share no problem.
 
 Run:   python scripts/make_arithmetic.py data/arithmetic
        python scripts/make_arithmetic.py data/arithmetic --train 1024 --test 128 --seed 1
 Rows:  {"prompt": "What is 47 + 38? Answer with the number only.", "answer": "85"}
 
-Every pair a >= b of 10..99 gives one addition and one subtraction, 8190 problems in all. 47 + 38 and 38 + 47 are
-one problem, so a test answer cannot be read off a training row; which order is asked is drawn. Subtractions are
-a - b with a >= b: no answer is negative, so a scorer that drops the sign of a number is not rewarded for it.
+Every pair a >= b of 10..99 gives one addition and one subtraction, 8190 problems in all. 47 + 38 and 38 + 47 count as
+one problem, in random order, so that no test answer appears in a training row. Subtractions are a - b with a >= b: no
+answer is negative, so a scorer that ignores signs makes no difference.
 """
 
 import argparse
@@ -18,7 +18,7 @@ PROMPT = "What is {problem}? Answer with the number only."
 
 
 def make_rows(count: int, seed: int) -> list[dict[str, str]]:
-    """Draw `count` different problems, additions and subtractions alike.
+    """Draws `count` distinct problems, additions and subtractions.
 
     Raises:
         ValueError: fewer problems exist.
@@ -37,7 +37,7 @@ def make_rows(count: int, seed: int) -> list[dict[str, str]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write both files."""
+    """Writes both files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out_folder", metavar="OUT_FOLDER", type=Path, help="folder for train.jsonl and test.jsonl")
     parser.add_argument("--train", type=int, default=4096, help="rows in train.jsonl (default: %(default)s)")
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
 
     rows = make_rows(args.train + args.test, args.seed)
     args.out_folder.mkdir(parents=True, exist_ok=True)
-    # The test rows come first, so the same test set belongs to every --train size of one seed.
+    # Test rows come first, so that the test set of a seed does not depend on --train
     for name, part in (("test.jsonl", rows[: args.test]), ("train.jsonl", rows[args.test :])):
         path = args.out_folder / name
         path.write_text("".join(json.dumps(row) + "\n" for row in part))

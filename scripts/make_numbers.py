@@ -1,14 +1,14 @@
-"""Write a task with several right answers to every prompt as JSONL: train.jsonl and test.jsonl, no problem in both.
+"""Writes a task with several correct answers per prompt as train.jsonl and test.jsonl, which share no problem.
 
 Run:   python scripts/make_numbers.py data/numbers
        python scripts/make_numbers.py data/numbers --train 1024 --test 128 --seed 1
 Rows:  {"prompt": [..., {"role": "user", "content": "Name a two-digit multiple of 7."}],
         "answer": "14", "accepted": ["14", "21", ...]}
 
-Every prompt asks for one number from 10 to 99 with a property of one of five kinds, and 4 to 89 numbers have it:
-`accepted` lists them all, and `answer` is the first of them. So a policy can be right in one way or in many, and
-`scripts/evaluate.py --samples 8` shows which. The kinds take turns in both files for as long as they last: there are
-only about 40 digit sums. No two rows have the same right numbers, so a test row is not a training row in other words.
+Every prompt asks for a number from 10 to 99 with a property of one of five kinds. 4 to 89 numbers have it: `accepted`
+lists all of them, `answer` is the first. A policy can give one of them or many; `scripts/evaluate.py --samples 8` shows
+which. The kinds alternate in both files until they run out (there are only about 40 digit sums). No two rows have the
+same correct numbers, so a test row is never a paraphrase of a training row.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PROMPT = "Name a two-digit {what}."
-# Turns before every prompt, one of each kind. Without them a small chat model explains at length whatever the wording
-# is, and is almost never right: RL would have to teach it to answer briefly first.
+# Few-shot turns before every prompt. Without them a small chat model gives long explanations and is almost never
+# correct: RL would first have to teach it to answer briefly.
 EXAMPLES = (
     ("multiple of 5", "35"),
     ("number greater than 60 and less than 75", "68"),
@@ -28,13 +28,13 @@ EXAMPLES = (
     ("odd number greater than 10 and less than 40", "23"),
 )
 NUMBERS = range(10, 100)
-LEAST_ANSWERS = 4  # with fewer there is little to choose from
+LEAST_ANSWERS = 4  # fewer leave no room for diversity
 
-Property = tuple[str, Callable[[int], bool]]  # the words after "Name a two-digit", and whether a number is right
+Property = tuple[str, Callable[[int], bool]]  # the words after "Name a two-digit", and the test for a number
 
 
 def multiples() -> Iterator[Property]:
-    """Multiples of d, all of them or from one side of a bound."""
+    """Multiples of d, all or those above or below a bound."""
     for d in range(2, 23):
         yield f"multiple of {d}", lambda n, d=d: n % d == 0
         for a in range(10, 100, 10):
@@ -50,7 +50,7 @@ def ranges() -> Iterator[Property]:
 
 
 def last_digits() -> Iterator[Property]:
-    """Numbers with the last digit d, all of them or from one side of a bound."""
+    """Numbers with the last digit d, all or those above or below a bound."""
     for d in range(10):
         yield f"number that ends in the digit {d}", lambda n, d=d: n % 10 == d
         for a in range(10, 100, 5):
@@ -59,7 +59,7 @@ def last_digits() -> Iterator[Property]:
 
 
 def digit_sums() -> Iterator[Property]:
-    """Numbers whose digits add up to s, to more or to less."""
+    """Numbers whose digits add up to s, or to more or less than s."""
     for s in range(1, 19):
         yield f"number whose digits add up to {s}", lambda n, s=s: sum(divmod(n, 10)) == s
         yield f"number whose digits add up to more than {s}", lambda n, s=s: sum(divmod(n, 10)) > s
@@ -83,7 +83,7 @@ def user_turn(what: str) -> dict[str, str]:
 
 
 def make_rows(count: int, seed: int) -> list[dict[str, str | list]]:
-    """Draw `count` rows, no two with the same right numbers; the kinds take turns for as long as they last.
+    """Draws `count` rows, no two with the same correct numbers, alternating between the kinds until they run out.
 
     Raises:
         ValueError: fewer rows exist.
@@ -97,7 +97,7 @@ def make_rows(count: int, seed: int) -> list[dict[str, str | list]]:
             accepted = [str(number) for number in NUMBERS if is_right(number)]
             if len(accepted) < LEAST_ANSWERS or tuple(accepted) in seen:
                 continue
-            seen.add(tuple(accepted))  # "multiple of 9 greater than 10" is every two-digit multiple of 9 once more
+            seen.add(tuple(accepted))  # "multiple of 9 greater than 10" equals "multiple of 9"
             if what not in examples:
                 rows.append({"prompt": [*turns, user_turn(what)], "answer": accepted[0], "accepted": accepted})
         rng.shuffle(rows)
@@ -112,7 +112,7 @@ def make_rows(count: int, seed: int) -> list[dict[str, str | list]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write both files."""
+    """Writes both files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out_folder", metavar="OUT_FOLDER", type=Path, help="folder for train.jsonl and test.jsonl")
     parser.add_argument("--train", type=int, default=512, help="rows in train.jsonl (default: %(default)s)")
@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> None:
 
     rows = make_rows(args.train + args.test, args.seed)
     args.out_folder.mkdir(parents=True, exist_ok=True)
-    # The test rows come first, so the same test set belongs to every --train size of one seed.
+    # Test rows come first, so that the test set of a seed does not depend on --train
     for name, part in (("test.jsonl", rows[: args.test]), ("train.jsonl", rows[args.test :])):
         path = args.out_folder / name
         path.write_text("".join(json.dumps(row) + "\n" for row in part))

@@ -1,13 +1,13 @@
-"""Does a model fit, and what to change if not: a training run's memory on each GPU, planned without loading anything.
+"""Plans the memory of a training run on each GPU without loading a model: whether it fits, and what to change if not.
 
-    python scripts/plan_memory.py gspo/gspo.py --policy_model Qwen/Qwen2.5-0.5B-Instruct           for the GPUs here
-    python scripts/plan_memory.py gspo/gspo_ddp.py --policy_model models/7b --gpu-gib 24 --ranks 2    for two cards
-    python scripts/plan_memory.py gspo/gspo_multigpu.py --gpu-gib 24 --gpu-gib 24 --gpu-gib 16    one size for each GPU
+    python scripts/plan_memory.py gspo/gspo.py --policy_model Qwen/Qwen2.5-0.5B-Instruct            this machine's GPUs
+    python scripts/plan_memory.py gspo/gspo_ddp.py --policy_model models/7b --gpu-gib 24 --ranks 2  two GPUs of 24 GiB
+    python scripts/plan_memory.py gspo/gspo_multigpu.py --gpu-gib 24 --gpu-gib 24 --gpu-gib 16      a size for each GPU
 
-After the script come its own flags, as it takes them. A model may also be a folder with nothing but its config.json, or
-the path of that file. Rules of thumb such as 4 prompts x 8 completions from 48 GB on are only that: the last lines say
-what fits. CPU memory, which offloaded state and models take, is compared with this machine's, or with --cpu-gib 64.
-Exit code: 0 it fits, 1 it does not, 2 a wrong option, or no GPU to compare with.
+The script is followed by its own options. A model may also be the path of a config.json, or a folder that holds only
+that file. The last lines say how large micro-batches can be and how many completions are sampled at once. CPU memory,
+used by offloaded states and models, is compared with this machine's, or with --cpu-gib.
+Exit code: 0 the run fits, 1 it does not, 2 an option is wrong or there is no GPU to compare with.
 """
 
 import argparse
@@ -31,23 +31,16 @@ from common.training import sharding
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the plan and what follows from it.
-
-    Args:
-        argv: the arguments.
-
-    Returns:
-        The exit code.
-    """
+    """Prints the plan and its verdict; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
         usage="%(prog)s SCRIPT [flags of the script] [--gpu-gib GIB] [--cpu-gib GIB] [--ranks N]",
     )  # fmt: skip
     parser.add_argument("--gpu-gib", "--gpu_gib", type=float, action="append", default=[], metavar="GIB", help="memory "
-                        "of each GPU, or once for each of them (default: what is free on those here)")  # fmt: skip
+                        "of every GPU, or repeated for each GPU (default: free memory of those here)")  # fmt: skip
     parser.add_argument("--cpu-gib", "--cpu_gib", type=float, metavar="GIB", help="CPU memory (default: "
-                        "this machine's, if its GPUs are asked about)")  # fmt: skip
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="processes that torchrun starts here")
+                        "this machine's, unless --gpu-gib is given)")  # fmt: skip
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="processes that torchrun starts")
     own, rest = parser.parse_known_args(argv)
     if not rest or rest[0].startswith("-"):
         parser.error("which training script? Give its path first, then its flags")
@@ -59,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         module, cfg = layouts.load(rest[0], rest[1:])
         startable(module, cfg, own.ranks)
         roles = layouts.all_ranks(module, cfg, own.ranks)
-        # built-in models of a script's own
+        # the script may have built-in models of its own
         model = module.toys.find(cfg.policy_model) if hasattr(module, "toys") else ""
         on_cpu = cfg.device == "cpu"
         if on_cpu:
@@ -85,12 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def startable(module: Any, cfg: Any, ranks: int) -> None:
-    """Requires what the script does at its start: the ranks share the prompts of a step evenly.
-
-    Args:
-        module: of the script.
-        cfg: its Config.
-        ranks: processes.
+    """Checks what the script checks when it starts with this many ranks.
 
     Raises:
         ValueError: the script would refuse to start.
@@ -102,23 +90,23 @@ def startable(module: Any, cfg: Any, ranks: int) -> None:
         rows = cfg.batch_size * (1 if getattr(cfg, "off_policy", False) else cfg.group_size) // ranks
         require(rows >= cfg.num_minibatches, f"num_minibatches = {cfg.num_minibatches}",
                 f"must be at most the {rows} completions of a rank", "lower it, or raise batch_size")  # fmt: skip
-    with contextlib.redirect_stdout(io.StringIO()):  # it knows of one process
+    with contextlib.redirect_stdout(io.StringIO()):  # its messages assume one process
         sharding.wanted(cfg)
 
 
 def sizes(given: list[float], planned: plan.Plan, cfg: object) -> dict[int, float]:
-    """Bytes of each GPU that a run may take.
+    """Bytes that the run may use on each GPU, by number.
 
     Args:
-        given: GiB, of all GPUs or one after the other; empty: those of this machine.
-        planned: the plan, which knows what GPUs the script names.
-        cfg: the Config, which may have a limit.
+        given: GiB, one size for all GPUs or one for each; empty: the free memory of this machine's GPUs.
+        planned: plan that names the GPUs.
+        cfg: the Config, with an optional `memory_limit`.
 
     Returns:
-        By number; empty if there is no GPU.
+        Bytes by GPU number; empty if there is no GPU.
 
     Raises:
-        ValueError: neither one size nor one for each GPU; or a GPU that is not there.
+        ValueError: the number of sizes does not match, or a GPU does not exist.
     """
     numbers = sorted(planned.gpus)
     limit = getattr(cfg, "memory_limit", 0.0) * GIB or float("inf")
@@ -135,15 +123,7 @@ def sizes(given: list[float], planned: plan.Plan, cfg: object) -> dict[int, floa
 
 
 def verdict(planned: plan.Plan, command: str) -> int:
-    """Prints whether a plan fits, how much more would, or what to change.
-
-    Args:
-        planned: for GPUs of known size.
-        command: that starts the run.
-
-    Returns:
-        The exit code.
-    """
+    """Prints whether a plan fits and how much more would, or what to change; returns the exit code."""
     if not planned.fits():
         better = planned.advice()
         print(f"it does not fit; {better}")
@@ -158,13 +138,13 @@ def verdict(planned: plan.Plan, command: str) -> int:
 
 
 def _unknown(planned: plan.Plan) -> None:
-    """Says that CPU memory was not compared, where that matters."""
+    """Prints a note if the run needs CPU memory that was not compared."""
     if planned.pinned and planned.host_capacity == math.inf:
         print("CPU memory is not compared: --cpu-gib 64 asks about a machine with 64 GiB of it")
 
 
 def _most(planned: plan.Plan) -> str:
-    """How much more would fit."""
+    """The largest micro-batch and number of concurrent completions that fit."""
     cfg = planned.cfg
     tokens, most = planned.largest()
     rows = cfg.batch_size * cfg.group_size

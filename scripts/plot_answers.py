@@ -1,10 +1,10 @@
-"""Draw how many different right answers models give, and how accuracy grows with the number of attempts.
+"""Plots how many distinct correct answers models give, and pass@k over k.
 
 Run:   python scripts/evaluate.py runs/plain0/checkpoint-000120 --data test.jsonl --samples 64 >> answers.jsonl
-       python scripts/plot_answers.py answers.jsonl --out answers.png      once there is a line for each model
+       python scripts/plot_answers.py answers.jsonl --out answers.png      after one evaluation per model
 Needs: pip install matplotlib
-Reads: lines of evaluate.py with --samples. Runs whose folders differ in a number at the end, plain0 and plain1, are
-       seeds of one method: one colour, and one curve, their mean.
+Reads: lines printed by evaluate.py --samples. Run folders that differ only in a trailing number (plain0, plain1) are
+       seeds of one method: they share a colour, and one curve shows their mean.
 """
 
 import argparse
@@ -16,27 +16,27 @@ from pathlib import Path
 try:
     import matplotlib
 
-    matplotlib.use("Agg")  # draws into a file; the default may look for a screen
+    matplotlib.use("Agg")  # the default backend may need a display
     import matplotlib.pyplot as plt
 except ImportError as error:
     raise ImportError("Drawing needs one more package: pip install matplotlib") from error
 
-# Colours that colour-blind eyes tell apart, and shapes for those who print in grey
+# Colour-blind safe colours, and markers for greyscale prints
 STYLES = (("#777777", "s"), ("#0072B2", "o"), ("#D55E00", "D"), ("#009E73", "^"), ("#CC79A7", "v"), ("#E69F00", "P"),
           ("#56B4E9", "X"), ("#000000", "*"))  # fmt: skip
 
 
 def method(model: str) -> str:
-    """What was trained how: the folder of a run without the number of its seed; a model by its own name."""
+    """Name of the method: the run folder without its trailing seed number, or the model's name."""
     path = Path(model)
     return re.sub(r"\d+$", "", path.parent.name) if path.name.startswith("checkpoint-") else path.name
 
 
 def read(paths: list[Path]) -> dict[str, list[dict]]:
-    """Evaluations by method, in the order of their first lines.
+    """Reads evaluations by method, in order of first appearance.
 
     Raises:
-        ValueError: a line that is not one of evaluate.py with --samples.
+        ValueError: a line was not printed by evaluate.py --samples.
     """
     found: dict[str, list[dict]] = defaultdict(list)
     for path in paths:
@@ -59,7 +59,7 @@ def attempts(result: dict) -> dict[int, float]:
 
 
 def draw(found: dict[str, list[dict]], out: Path) -> None:
-    """Draw both panels into the PNG file `out`, 1200 x 480 pixels."""
+    """Draws both panels into the PNG file `out`, 1200 x 480 pixels."""
     plt.rcParams.update({"font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold"})
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.8), dpi=100, layout="constrained")
     for (color, marker), (name, results) in zip(STYLES, found.items(), strict=False):
@@ -84,10 +84,12 @@ def draw(found: dict[str, list[dict]], out: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Read the evaluations and draw them."""
+    """Reads the evaluations and draws them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="JSONL of evaluate.py --samples N")
-    parser.add_argument("--out", type=Path, default=Path("answers.png"), help="the picture (default: %(default)s)")
+    parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="JSONL printed by evaluate.py --samples N")
+    parser.add_argument(
+        "--out", type=Path, default=Path("answers.png"), help="PNG file to write (default: %(default)s)"
+    )
     args = parser.parse_args(argv)
     found = read(args.files)
     if not 1 <= len(found) <= len(STYLES):

@@ -1,9 +1,9 @@
-"""Draw the metrics of one or several runs as one picture of small panels.
+"""Plots the metrics of one or several runs in one figure.
 
 Run:   python scripts/plot_run.py runs/grpo --out grpo.png
-       python scripts/plot_run.py runs/grpo runs/gspo runs/dr_grpo --out compare.png      overlaid, one colour each
+       python scripts/plot_run.py runs/grpo runs/gspo runs/dr_grpo --out compare.png      overlaid, one colour per run
 Needs: pip install matplotlib
-Reads: RUN/metrics.jsonl, one JSON object per step. A run that still writes can be drawn too.
+Reads: RUN/metrics.jsonl, one JSON object per step, also while the run is still going on.
 """
 
 import argparse
@@ -15,14 +15,14 @@ import numpy as np
 try:
     import matplotlib
 
-    matplotlib.use("Agg")  # draws into a file; the default may look for a screen
+    matplotlib.use("Agg")  # the default backend may need a display
     import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator
 except ImportError as error:
     raise ImportError("Drawing needs one more package: pip install matplotlib") from error
 
-# One panel per row: names in metrics.jsonl with their titles. The first name that any run has is the panel's metric,
-# for all runs: a KL to the reference and one to the rollout policy must not share an axis.
+# One panel per row: metric names and titles. A panel shows the first name that any run has, for all runs: a KL to the
+# reference and one to the rollout policy must not share an axis.
 PANELS = (
     {"reward": "Reward"},
     {"completion_length": "Completion length (tokens)"},
@@ -34,17 +34,17 @@ PANELS = (
     {"memory_gib": "Peak memory, fullest GPU (GiB)", "host_memory_gib": "Peak memory, host (GiB)"},
 )
 WINDOW = 5  # steps in the rolling mean
-UNSMOOTHED = {"seconds", "memory_gib", "host_memory_gib"}  # a mean would smear single slow steps over their neighbours
-FROM_ZERO = UNSMOOTHED | {"clip_fraction"}  # a cut axis would make small changes look large
-# Colours that colour-blind eyes tell apart, one a run.
+UNSMOOTHED = {"seconds", "memory_gib", "host_memory_gib"}  # a mean would smear single slow steps
+FROM_ZERO = UNSMOOTHED | {"clip_fraction"}  # a truncated axis exaggerates small changes
+# Colour-blind safe, one per run
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MUTED = "#777777"
-STEPS = (1, 2, 2.5, 5, 10)  # between ticks, times a power of ten
+STEPS = (1, 2, 2.5, 5, 10)  # tick distances, times a power of ten
 EVAL_MARKER = {"linestyle": "", "marker": "D", "markersize": 6.5, "markeredgecolor": "white", "zorder": 3}
 
 
 def read_metrics(run: Path) -> list[dict]:
-    """Read RUN/metrics.jsonl, sorted by step: the lines of a step joined into one, later values counting.
+    """Reads RUN/metrics.jsonl sorted by step; lines of one step are merged, later values win.
 
     Raises:
         FileNotFoundError: the run has no metrics.jsonl.
@@ -60,8 +60,8 @@ def read_metrics(run: Path) -> list[dict]:
             continue
         try:
             row = json.loads(line)
-            row["step"] + 0  # a text, or no step at all, is no metrics line
-            rows[row["step"]] = rows.get(row["step"], {}) | row  # an evaluation has a line of its own
+            row["step"] + 0  # raises unless the step is a number
+            rows[row["step"]] = rows.get(row["step"], {}) | row  # an evaluation is a separate line
         except json.JSONDecodeError as error:
             if any(later.strip() for later in lines[number:]):
                 raise ValueError(f"{path}, line {number} is not JSON ({error}); delete or repair that line.") from error
@@ -74,7 +74,7 @@ def read_metrics(run: Path) -> list[dict]:
 
 
 def series(rows: list[dict], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return steps and values, both [N], of the steps at which `name` was logged; of a list, its maximum."""
+    """Steps at which `name` was logged and its values, both [N]; a list counts by its maximum."""
     values = [max(row[name], default=None) if isinstance(row.get(name), list) else row.get(name) for row in rows]
     pairs = [(row["step"], value) for row, value in zip(rows, values, strict=True) if value is not None]
     for step, value in pairs:
@@ -85,12 +85,12 @@ def series(rows: list[dict], name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rolling_mean(values: np.ndarray) -> np.ndarray:
-    """Return the mean, [N], of each value and up to WINDOW - 1 values before it."""
+    """Mean [N] of each value and up to WINDOW - 1 values before it."""
     return np.array([values[max(0, i - WINDOW + 1) : i + 1].mean() for i in range(len(values))])
 
 
 def draw_panel(axis: plt.Axes, titles: dict[str, str], runs: dict[str, list[dict]]) -> None:
-    """Draw one metric of every run that logged it into one panel."""
+    """Draws one metric of all runs that logged it into a panel."""
     name = next((name for name in titles if any(len(series(rows, name)[0]) for rows in runs.values())), None)
     axis.set_title(titles[name or next(iter(titles))], loc="left")
     axis.spines[["top", "right"]].set_visible(False)
@@ -100,7 +100,7 @@ def draw_panel(axis: plt.Axes, titles: dict[str, str], runs: dict[str, list[dict
         return
     for color, rows in zip(COLORS, runs.values(), strict=False):
         steps, values = series(rows, name)
-        marker = "." if len(steps) == 1 else ""  # a line through one point would not be seen
+        marker = "." if len(steps) == 1 else ""  # a line through one point is invisible
         if name not in UNSMOOTHED:
             axis.plot(steps, values, color=color, alpha=0.22, linewidth=0.9)
             values = rolling_mean(values)
@@ -114,7 +114,7 @@ def draw_panel(axis: plt.Axes, titles: dict[str, str], runs: dict[str, list[dict
 
 
 def draw(runs: dict[str, list[dict]], out: Path) -> None:
-    """Draw all panels of all runs into the PNG file `out`, 1400 x 700 pixels."""
+    """Draws all panels of all runs into the PNG file `out`, 1400 x 700 pixels."""
     plt.rcParams.update({"font.size": 9.5, "axes.titlesize": 10.5, "axes.titleweight": "bold"})
     figure, axes = plt.subplots(2, 4, figsize=(14, 7), dpi=100, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08, wspace=0.02, hspace=0.04)
@@ -129,22 +129,22 @@ def draw(runs: dict[str, list[dict]], out: Path) -> None:
         entries["evaluation"] = plt.Line2D([], [], color=MUTED, **EVAL_MARKER)
     figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=6, frameon=False)
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.partial{out.suffix}")  # an earlier picture stays until this one is whole
+    partial = out.with_name(f".{out.name}.partial{out.suffix}")  # replaces an earlier picture only when complete
     figure.savefig(partial)
     partial.replace(out)
     plt.close(figure)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Read the runs and draw them."""
+    """Reads the runs and draws them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="output folder of a training script")
-    parser.add_argument("--out", type=Path, default=Path("plot.png"), help="the picture (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("plot.png"), help="PNG file to write (default: %(default)s)")
     args = parser.parse_args(argv)
     if len(args.runs) > len(COLORS):
         raise ValueError(f"{len(args.runs)} runs in one picture; at most {len(COLORS)} can be told apart: draw fewer.")
     names = [run.resolve().name for run in args.runs]
-    if len(set(names)) < len(names):  # seed0/grpo and seed1/grpo would get one legend entry
+    if len(set(names)) < len(names):  # seed0/grpo and seed1/grpo would share a legend entry
         names = [str(run) for run in args.runs]
     runs = {name: read_metrics(run) for name, run in zip(names, args.runs, strict=True)}
     draw(runs, args.out)

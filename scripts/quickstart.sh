@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a fresh clone to a rising reward: makes .venv, then trains GSPO on the built-in policy and task.
+# Creates .venv, then trains GSPO on the built-in policy and task.
 #   bash scripts/quickstart.sh                     about two minutes on two CPU cores, after the installation
 #   bash scripts/quickstart.sh --steps 20          options go to the training script
 set -euo pipefail

@@ -1,13 +1,13 @@
-"""Draw posters side by side, each with its reward below.
+"""Draws posters side by side, each with its reward below.
 
 Run:   python scripts/render_poster.py gold:1:12 trick:no_text_layers:1:12 solution:answer.txt:1:12 --out posters.png
        python scripts/render_poster.py runs/poster/samples.jsonl --out samples.png     the last few completions
        python scripts/render_poster.py rows.jsonl poster.json --out truths.png
-Draws: gold:LEVEL:SEED            the poster that a synthetic record asks for
+Draws: gold:LEVEL:SEED            the ground truth of a synthetic record
        trick:NAME:LEVEL:SEED      an attack on the reward, see grpo/poster/tricks.py
-       solution:FILE:LEVEL:SEED   what a policy wrote, a text file, for that record
-       FILE.jsonl                 records, the first few; or completions with their ground truth, the last few
-       FILE.json                  one poster, held against itself
+       solution:FILE:LEVEL:SEED   a policy's completion for that record, in a text file
+       FILE.jsonl                 the first few records, or the last few completions with their ground truth
+       FILE.json                  one poster, scored against itself
 """
 
 import argparse
@@ -24,14 +24,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.poster import layout, records, reward, synthetic, tricks
 from grpo.poster.render import Fonts, render
 
-GAP, LINE, LETTERS = 16, 20, 15  # px: around panels, height of a caption's line, size of its font
-LEAST_WIDTH = 330  # px that a caption needs
+GAP, LINE, LETTERS = 16, 20, 15  # px: space around panels, line height and font size of captions
+LEAST_WIDTH = 330  # px, for the caption
 INK, MUTED, PAPER, HOLE = "#111111", "#666666", "#FFFFFF", "#E4E4E4"
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A poster to be drawn."""
+    """A poster to draw."""
 
     name: str
     solution: str
@@ -40,20 +40,20 @@ class Panel:
 
 
 def of_record(name: str, record: dict, solution: str, folder: Path = Path()) -> Panel:
-    """The panel of a solution; image paths of the record are relative to `folder`."""
+    """Panel of a solution; image paths in the record are relative to `folder`."""
     images = {f"image_{k}": records.open_image(reference, folder) for k, reference in enumerate(record["images"], 1)}
     return Panel(name, solution, record["ground_truth"], images)
 
 
 def panels(spec: str, rows: int) -> list[Panel]:
-    """What one argument of the command line stands for.
+    """The panels of one command-line argument.
 
     Args:
-        spec: see above.
-        rows: most of a .jsonl file.
+        spec: one of the forms listed at the top of this file.
+        rows: limit for a .jsonl file.
 
     Raises:
-        ValueError: it stands for nothing, or a file holds something else.
+        ValueError: the argument has none of the forms, or a file has other content.
         OSError: a file cannot be read.
     """
     kind, *rest = spec.split(":")
@@ -83,10 +83,10 @@ def panels(spec: str, rows: int) -> list[Panel]:
 
 
 def sample(row: dict, where: str) -> Panel:
-    """A completion as training scripts write it; of a synthetic record it is enough to name the record.
+    """Panel of a line of samples.jsonl; synthetic records are found by their id.
 
     Raises:
-        ValueError: no ground truth goes with it.
+        ValueError: the line has no completion or no ground truth.
     """
     truth, images = row.get("ground_truth") or row.get("answer"), row.get("images") or []
     named = re.fullmatch("synthetic-([0-2])-([0-9]{1,9})", str(row.get("id") or truth))
@@ -99,12 +99,12 @@ def sample(row: dict, where: str) -> Panel:
 
 
 def draw(panel: Panel, fonts: Fonts, long_side: int, coord_space: str) -> tuple[Image.Image, list[str]]:
-    """The poster and the lines below it.
+    """Draws a poster and returns it with the lines of its caption.
 
     Args:
-        panel: to be drawn; what is malformed becomes an empty canvas with the beginning of the text.
-        fonts: letters to paint with.
-        long_side: of the poster, px.
+        panel: to draw; a malformed poster becomes an empty canvas with the beginning of the text.
+        fonts: for the texts.
+        long_side: of the drawing, px.
         coord_space: of the solution.
     """
     truth, images = layout.ground_truth(panel.ground_truth), panel.images
@@ -122,7 +122,7 @@ def draw(panel: Panel, fonts: Fonts, long_side: int, coord_space: str) -> tuple[
 
 
 def sheet(drawn: list[tuple[Image.Image, list[str]]], columns: int) -> Image.Image:
-    """All posters with their captions on one page, `columns` in a row."""
+    """All posters with their captions on one page, `columns` per row."""
     width = max(LEAST_WIDTH, *(image.width for image, _ in drawn))
     height = max(image.height for image, _ in drawn) + LINE * max(len(caption) for _, caption in drawn) + GAP // 2
     columns = min(columns, len(drawn))
@@ -139,15 +139,17 @@ def sheet(drawn: list[tuple[Image.Image, list[str]]], columns: int) -> Image.Ima
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Reads what to draw, draws and scores it."""
+    """Draws and scores the posters."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", metavar="WHAT", nargs="+", help="see above; commas may separate them too")
-    parser.add_argument("--out", type=Path, default=Path("posters.png"), help="the picture (default: %(default)s)")
-    parser.add_argument("--rows", type=int, default=4, help="most of one .jsonl file (default: %(default)s)")
+    parser.add_argument("what", metavar="WHAT", nargs="+", help="see above; separated by spaces or commas")
+    parser.add_argument(
+        "--out", type=Path, default=Path("posters.png"), help="image file to write (default: %(default)s)"
+    )
+    parser.add_argument("--rows", type=int, default=4, help="limit per .jsonl file (default: %(default)s)")
     parser.add_argument("--columns", type=int, default=4, help="posters side by side (default: %(default)s)")
-    parser.add_argument("--long_side", type=int, default=480, help="of a poster, in px (default: %(default)s)")
+    parser.add_argument("--long_side", type=int, default=480, help="of each poster, in px (default: %(default)s)")
     parser.add_argument("--coord_space", choices=layout.COORD_SPACES, default="px", help="(default: %(default)s)")
-    parser.add_argument("--font_paths", default="", help="font files, with commas between; needed beyond ASCII")
+    parser.add_argument("--font_paths", default="", help="comma-separated font files; needed beyond ASCII")
     args = parser.parse_args(argv)
     try:
         if min(args.rows, args.columns) < 1 or not 64 <= args.long_side <= 4096:

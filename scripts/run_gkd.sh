@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Distills from a teacher behind HTTP, in one command: starts it, trains, starts it again if it dies, stops both at the end.
+# Distills from a teacher server in one command: starts the server, trains, restarts the server if it dies, stops both.
 #   bash scripts/run_gkd.sh                                                        built-in models; CPU if there is no GPU
 #   bash scripts/run_gkd.sh --teacher_gpus 2,3 --student_gpus 0,1 --teacher_model Qwen/Qwen2.5-7B-Instruct \
 #       -- --student_model Qwen/Qwen2.5-0.5B-Instruct --out_dir runs/distilled
 # Options: --teacher_gpus LIST  the last GPU; "" for the CPU
 #          --student_gpus LIST  all others; with several, gkd_ddp.py trains on them
 #          --port N             15555
-#          --restarts N         of a teacher that dies, at most 10; the run waits meanwhile
-#          --teacher_model NAME, --teacher_dtype D, --max_top_k N and other --max_...: of gkd/teacher_server.py
-# What follows "--" goes to the training script. The exit code is that of the training.
+#          --restarts N         limit for a teacher that dies, 10; training waits meanwhile
+#          --teacher_model NAME, --teacher_dtype D, --max_top_k N and other --max_...: see gkd/teacher_server.py
+# Options after "--" go to the training script. The exit code is that of the training.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

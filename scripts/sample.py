@@ -1,8 +1,8 @@
-"""Talk to a model or a checkpoint: type a prompt, read its completions.
+"""Samples completions from a model or checkpoint, for one prompt or interactively.
 
 Run:   python scripts/sample.py runs/gspo/checkpoint-000060
        python scripts/sample.py MODEL --prompt "What is 47 + 38?" --samples 4
-Without --prompt it reads prompts from the terminal, one per line, until an empty line or Ctrl-D; with --chat they are
+Without --prompt it reads prompts from the terminal, one per line, until an empty line or Ctrl-D. With --chat they are
 the turns of one conversation.
 """
 
@@ -20,7 +20,7 @@ from common.tasks import data
 
 
 def lines_from_terminal() -> Iterator[str]:
-    """Prompts as they are typed, until an empty line or the end of the input."""
+    """Yields prompts typed at the terminal, until an empty line or end of input."""
     while True:
         try:
             line = input("> ").strip()
@@ -32,22 +32,20 @@ def lines_from_terminal() -> Iterator[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Loads the model and completes prompts."""
+    """Loads the model and prints completions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="'toy', a folder, a checkpoint of a run, or a hub id")
-    parser.add_argument("--prompt", default="", help="complete this and end")
-    parser.add_argument("--chat", action="store_true", help="earlier prompts and replies are part of the next prompt")
-    parser.add_argument("--system_prompt", default="", help="how the conversation opens")
+    parser.add_argument("--prompt", default="", help="complete this prompt and exit")
+    parser.add_argument("--chat", action="store_true", help="each prompt continues one conversation")
+    parser.add_argument("--system_prompt", default="", help="system prompt of the conversation")
     parser.add_argument("--samples", type=int, default=1, help="completions per prompt (default: %(default)s)")
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, help="0: the most likely token (default: %(default)s)"
-    )
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy (default: %(default)s)")
     parser.add_argument("--max_new_tokens", type=int, default=256, help="tokens per completion (default: %(default)s)")
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)"
     )
     parser.add_argument("--dtype", default="auto", help="auto, fp32, bf16 or fp16 (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampling (default: %(default)s)")
     args = parser.parse_args(argv)
     if min(args.samples, args.max_new_tokens) < 1:
         parser.error(f"--samples {args.samples}, --max_new_tokens {args.max_new_tokens}: each must be at least 1")
@@ -62,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
         end_ids=sources.end_token_ids(tokenizer, model),
         pad_id=tokenizer.pad_token_id,
         max_new_tokens=args.max_new_tokens,
-        compile=False,  # a few completions are sooner ready without
+        compile=False,  # compiling takes longer than a few completions
     )
     opening = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
     history = list(opening)

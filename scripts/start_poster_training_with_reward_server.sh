@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Trains a poster policy beside its reward service, in one command: starts the service, waits until it is ready, trains,
-# starts the service again if it dies, and stops both at the end.
+# Trains a poster policy with its reward service in one command: starts the service, waits until it is ready, trains,
+# restarts the service if it dies, and stops both at the end.
 #   bash scripts/start_poster_training_with_reward_server.sh                 built-in policy; CPU if there is no GPU
 #   bash scripts/start_poster_training_with_reward_server.sh --scorer visualquality_r1 \
 #       -- --policy_model Qwen/Qwen2.5-VL-7B-Instruct --out_dir runs/poster-7b
 # Options: --reward_gpu LIST   of the service; by default none with --scorer cpu, else the last GPU; "" for the CPU
 #          --train_gpus LIST   all others; with several, torchrun starts a process on each
 #          --port N            8899
-#          --wait SECONDS      for the service to be ready; 60 with --scorer cpu, else 900
-#          --reuse_server      use the one that runs on the port, and leave it running
-#          --trainer FILE      grpo/poster/poster_grpo.py; it gets --reward_url URL and what follows "--"
-#          --NAME VALUE        any other is one of grpo/poster/reward_server.py
-# What follows "--" goes to the training script. In its --out_dir, runs/poster by default, are reward_server.log,
-# training.log, and launcher.json with the state of both. A token of the service is read from RL_HAND_REWARD_TOKEN.
-# The exit code is that of the training; 75: the service was away too long, and the same command goes on.
-# Ctrl-C: the training finishes its step and saves, then the service ends; a second one ends both at once.
+#          --wait SECONDS      until the service must be ready; 60 with --scorer cpu, else 900
+#          --reuse_server      use the service that runs on the port, and leave it running
+#          --trainer FILE      grpo/poster/poster_grpo.py; it gets --reward_url URL and the options after "--"
+#          --NAME VALUE        any other option goes to grpo/poster/reward_server.py
+# Options after "--" go to the training script. Its --out_dir, runs/poster by default, gets reward_server.log,
+# training.log, and launcher.json with the state of both. RL_HAND_REWARD_TOKEN holds the token of the service.
+# The exit code is that of the training; 75: the service was away too long, and the same command resumes.
+# Ctrl-C: the training finishes its step and saves, then the service stops; a second Ctrl-C stops both at once.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Starts gkd/teacher_server.py in the background, and returns when it is ready; or when it failed, with the end of its log.
+# Starts gkd/teacher_server.py in the background and returns when it is ready, or prints the end of its log if it fails.
 #   bash scripts/start_teacher.sh --gpus 2,3 -- --teacher_model Qwen/Qwen2.5-7B-Instruct
 #   bash scripts/start_teacher.sh                  the built-in teacher, on the CPU
-#   bash scripts/start_teacher.sh --stop           answers what is waiting, then ends
-# Options: --gpus LIST    of CUDA; without, the CPU
+#   bash scripts/start_teacher.sh --stop           answers waiting requests, then stops
+# Options: --gpus LIST    CUDA devices; default: the CPU
 #          --port N       15555
 #          --log FILE     runs/teacher-PORT.log
-#          --wait SECONDS for it to be ready, 1800
+#          --wait SECONDS until it must be ready, 1800
 #          --foreground   stay, and log to the terminal
-# What follows "--" goes to gkd/teacher_server.py.
+# Options after "--" go to gkd/teacher_server.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

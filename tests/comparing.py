@@ -62,8 +62,7 @@ def config_of(run: Run) -> dict:
 
 def updates(config: Mapping) -> int:
     """Optimizer steps of a whole run."""
-    epochs = config.get("gspo_epochs", config.get("grpo_epochs", 1))
-    return config["steps"] * config["num_minibatches"] * epochs
+    return config["steps"] * config["num_minibatches"] * config.get("epochs", 1)
 
 
 def metric_differences(lines: list[dict], expected: list[dict], config: Mapping) -> tuple[list[str], bool]:

@@ -276,7 +276,7 @@ def fault(*names: str) -> Iterator[None]:
         yield
         survived = True
     finally:
-        if table := os.environ.get("RL_HAND_FAULTS"):  # of scripts/soak.sh
+        if table := os.environ.get("RL_HAND_FAULTS"):  # of scripts/dev/soak.sh
             with open(table, "a") as file:
                 file.writelines(json.dumps({"fault": name, "survived": survived}) + "\n" for name in names)
 
@@ -389,7 +389,7 @@ class Launcher:
         for node in ast.parse(text).body:
             if isinstance(node, ast.FunctionDef) and node.name == "reward":
                 replaced[node.lineno - 1, node.end_lineno] = inspect.getsource(reward)
-            elif isinstance(node, ast.Assign) and (name := node.targets[0].id) in constants:
+            elif isinstance(node, ast.Assign) and (name := getattr(node.targets[0], "id", "")) in constants:
                 replaced[node.lineno - 1, node.end_lineno] = f"{name} = {constants[name]!r}\n"
         assert len(replaced) == 1 + len(constants), f"{script}.py lacks one of reward, {', '.join(constants)}"
         for (first, end), source in sorted(replaced.items(), reverse=True):
@@ -466,11 +466,10 @@ def two_replicas(module: ModuleType, count: int = 2) -> None:
 
     cpu = torch.device("cpu")
 
-    class Replicas(devices.Layout):
-        replicas = property(lambda self: list(self.policy))
-
-    devices.layout = lambda *_: Replicas((cpu,) * count, cpu, cpu, (cpu,))
-    devices.distillation_layout = lambda *_: devices.DistillationLayout((cpu,) * count, None, (cpu,))
+    layout = devices.Layout(
+        (cpu,) * count, sampling=tuple(range(count)), reference=cpu, reward=cpu, teacher=(cpu,), embedder=(cpu,)
+    )
+    devices.layout = lambda *_, **__: layout
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""scripts/benchmark.py: formulas against counting by hand, models and lengths, what it writes, how it fails."""
+"""scripts/dev/benchmark.py: formulas against counting by hand, models and lengths, what it writes, how it fails."""
 
 import dataclasses
 import inspect
@@ -65,7 +65,7 @@ def line(step: int, rollout: float, update: float, **others) -> dict:
     return {"step": step, "reward": 0.0, **seconds, "completion_length": 10.0, "memory_gib": [step / 2], **others}
 
 
-CFG = {"batch_size": 2, "group_size": 4, "gspo_epochs": 1, "dtype": "bf16", "device": "cpu"}
+CFG = {"batch_size": 2, "group_size": 4, "epochs": 1, "dtype": "bf16", "device": "cpu"}
 GKD = {"batch_size": 6, "group_size": 1, "num_minibatches": 2, "micro_batch_tokens": 40, "dtype": "bf16",
        "device": "cpu"}  # fmt: skip
 
@@ -147,7 +147,7 @@ def test_a_script_is_watched_from_the_teacher_to_the_optimizer(monkeypatch):
             assert devices.peak_memory_gib(log.gpus) == ([30.0] if found else [])
     assert own == (metrics.Log.time, optim.AdamW.step, devices.peak_memory_gib)
     # TRL is measured with the same code
-    assert inspect.getsource(benchmark.LossMemory) in (ROOT / "scripts" / "benchmark_trl_gkd.py").read_text()
+    assert inspect.getsource(benchmark.LossMemory) in (ROOT / "scripts" / "dev" / "benchmark_trl_gkd.py").read_text()
 
 
 def test_prompts_have_as_many_tokens_as_asked_for_and_end_tokens_make_geometric_lengths(tmp_path):
@@ -182,7 +182,7 @@ out_dir.mkdir()
 cfg = {name[2:]: options[name] for name in ("--policy_model", "--train_data", "--device", "--dtype")}
 for name in ("batch_size", "group_size", "num_minibatches", "max_new_tokens"):
     cfg[name] = int(options["--" + name])
-(out_dir / "config.json").write_text(json.dumps({**cfg, "kl_coef": 0.0, "gspo_epochs": 1}))
+(out_dir / "config.json").write_text(json.dumps({**cfg, "kl_coef": 0.0, "epochs": 1}))
 with open(out_dir / "metrics.jsonl", "w", buffering=1) as file:
     for step in range(int(options["--steps"])):
         time.sleep(0.05)
@@ -217,8 +217,8 @@ unfinished.rename(options["--out"])
 @pytest.fixture
 def command(tmp_path, monkeypatch):
     """Runs the benchmark beside peers that are stubs; gives its exit code and the settings that it wrote."""
-    (tmp_path / "scripts").mkdir()
-    for name, text in (("scripts/benchmark_trl", PEER), ("scripts/benchmark_trl_gkd", PEER), ("stub", STUB)):
+    (tmp_path / "scripts" / "dev").mkdir(parents=True)
+    for name, text in (("scripts/dev/benchmark_trl", PEER), ("scripts/dev/benchmark_trl_gkd", PEER), ("stub", STUB)):
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(benchmark, "ProcessPoolExecutor", lambda workers, context: ThreadPoolExecutor(workers))

@@ -379,8 +379,8 @@ def test_a_pickle_in_its_place_is_refused_and_not_run(saved, tmp_path, file):
 def micro(rows: int, **fields) -> RolloutBatch:
     ids = torch.arange(rows * 3).view(rows, 3)
     return RolloutBatch(
-        prompt_ids=ids, prompt_mask=ids >= 0, completion_ids=ids + 1, sampled_mask=ids >= 0, completion_mask=ids >= 0,
-        rollout_logps=-torch.rand(rows, 3), prompt_lengths=torch.full((rows,), 3), lengths=torch.full((rows,), 3),
+        prompt_ids=ids, completion_ids=ids + 1, completion_mask=ids >= 0, rollout_logps=-torch.rand(rows, 3),
+        prompt_lengths=torch.full((rows,), 3), lengths=torch.full((rows,), 3),
         truncated=torch.zeros(rows).bool(), trained=torch.ones(rows).bool(), rows=torch.arange(rows), **fields,
     )  # fmt: skip
 

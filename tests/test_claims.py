@@ -47,7 +47,7 @@ def test_a_broken_formula_fails_its_claim_and_the_run(monkeypatch, capsys, modul
     monkeypatch.setattr(module, name, broken)
     monkeypatch.setattr(sys, "argv", ["claims.py", experiment])
     with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(ROOT / "scripts" / "claims.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / "scripts" / "dev" / "claims.py"), run_name="__main__")
     assert stopped.value.code == 1 and "| does not hold |" in capsys.readouterr().out
 
 

@@ -1,5 +1,4 @@
-"""Tests of common/generation/engine.py and common/generation/cache.py: what is computed, in which batches, and what
-stays for the next call.
+"""Tests of the decode engine (engine, scheduler, runner, cache): what is computed when, and what stays for later calls.
 
 What happens on a GPU in half precision is tried on the CPU too: a plain attention stands for the kernel, and a graph
 is an object that takes the captured step again, after a look at the memory it would read.
@@ -8,7 +7,6 @@ is an object that takes the captured step again, after a look at the memory it w
 import copy
 import functools
 import itertools
-import math
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -18,10 +16,11 @@ from bounds import assert_rounded
 from conftest import TINY, tiny_model
 from test_rollout import NORMS, assert_same, completions, in_double  # noqa: F401
 
-from common.generation import cache, engine
-from common.generation.cache import FlashCache, SdpaCache, Space
-from common.generation.engine import Engine
+from common.generation import cache, scheduler
+from common.generation.cache import FlashCache, SdpaCache
 from common.generation.rollout import Sampler
+from common.generation.runner import Runner
+from common.generation.scheduler import Group, Row, Scheduler, Space
 from common.model import attention, head
 from common.model.attention import Packed
 
@@ -126,16 +125,8 @@ def test_any_number_of_rows_at_once_gives_the_same_completions(group_size, rollo
         assert rollout_batch or steps == [n for t in range(1, 14) if (n := int((batch.lengths > t).sum()))]
 
 
-def test_waiting_prompts_enter_before_all_rows_have_ended():
-    sampler, _, steps = watched(rollout_batch=8)
-    lengths = generate(sampler, 1, prompts=PROMPTS * 4).lengths
-    # batches that are waited for to their end would take more steps
-    apart = sum(int(part.max()) - 1 for part in lengths.split(8))
-    assert max(steps) <= 8 and math.ceil((lengths - 1).sum() / 8) <= len(steps) < apart
-
-
 def test_prompts_are_read_in_parts(monkeypatch):
-    monkeypatch.setattr(engine, "PREFILL_TOKENS", 7)  # one prompt is longer
+    monkeypatch.setattr(scheduler, "PREFILL_TOKENS", 7)  # one prompt is longer
     sampler, prompts, _ = watched()
     assert_same(generate(sampler, 4), expected("qwen2", 4))
     assert prompts == [[4], [9], [1, 3, 1], [5, 2]]
@@ -166,7 +157,7 @@ def test_memory_grows_when_it_has_to_and_can_be_given_back():
     decoder = sampler.engines[0]
     for prompts, group_size in ((PROMPTS, 4), (PROMPTS[:2], 2), (PROMPTS, 4), (PROMPTS, 8), (PROMPTS, 4)):
         generate(sampler, group_size, prompts=prompts)
-        addresses.append(decoder.cache.pools[0][0].data_ptr())
+        addresses.append(decoder.runner.cache.pools[0][0].data_ptr())
     assert addresses[0] == addresses[1] == addresses[2] and addresses[3] == addresses[4]
     # 56 rows of 9 + 14 tokens, in 2 layers of 2 heads of 8 numbers, keys and values of 8 bytes
     assert decoder.cache_bytes == 56 * 23 * 2 * 2 * 8 * 2 * 8
@@ -208,18 +199,18 @@ def plain_flash(q, k, v, offsets, starts, longest, capacity, scaling, used):
 class Graph:
     """In place of a CUDA graph: takes the captured step again, if everything is where it was."""
 
-    def captured(self, decoder, b, step):
-        self.decoder, self.b, self.step = decoder, b, step
+    def captured(self, runner, b, step):
+        self.runner, self.b, self.step = runner, b, step
         self.memory, self.numbers = self.look()
 
     def look(self):
         """What a graph holds: tensors, by address and shape, and the numbers that were on the host."""
-        decoder = self.decoder
-        tensors = [decoder.state, decoder.out_tokens, decoder.out_logps, decoder.uniforms, decoder.healthy,
-                   decoder.cache.segments, *(x for pool in decoder.cache.pools for x in pool),
-                   *decoder.model.parameters()]  # fmt: skip
-        space = decoder.cache.space
-        numbers = space.tokens, space.group_size, decoder.cache.num_segments(self.b), (space.longest - 1).bit_length()
+        runner = self.runner
+        tensors = [runner.state.table, runner.out_tokens, runner.out_logps, runner.uniforms, runner.healthy,
+                   runner.cache.segments, *(x for pool in runner.cache.pools for x in pool),
+                   *runner.model.parameters()]  # fmt: skip
+        space = runner.cache.space
+        numbers = space.tokens, space.group_size, runner.cache.num_segments(self.b), (space.longest - 1).bit_length()
         return [x.detach() for x in tensors], numbers  # held, so that no address is used again
 
     def replay(self):
@@ -251,40 +242,41 @@ def as_on_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", capture_into)
 
-    step, capture, arrange = Engine._step, Engine._capture, FlashCache.arrange
+    step, capture, arrange = Runner._step, Runner._capture, FlashCache.arrange
 
-    def watched_step(self, b, how, longest=0):
+    def watched_step(self, b, sampling, longest=0):
         if under_capture:
-            under_capture[0].captured(self, b, lambda: step(self, b, how))
-        step(self, b, how, longest)
+            under_capture[0].captured(self, b, lambda: step(self, b, sampling))
+        step(self, b, sampling, longest)
 
-    def harmless_capture(self, b, how):
+    def harmless_capture(self, b, sampling):
         def written():
-            alive = ((self.done == 0) & (self.count > 0)).nonzero().flatten().tolist()
+            state = self.state
+            alive = ((state.done == 0) & (state.count > 0)).nonzero().flatten().tolist()
             # keys of the rows at work, but for those of the token that is computed next
-            keys = [self.cache.pools[0][0][self.start[i] : self.start[i] + self.count[i] - 1] for i in alive]
-            numbers = self.state, self.out_tokens[:-1], self.out_logps[:-1], self.uniforms, self.healthy
+            keys = [self.cache.pools[0][0][state.start[i] : state.start[i] + state.count[i] - 1] for i in alive]
+            numbers = state.table, self.out_tokens[:-1], self.out_logps[:-1], self.uniforms, self.healthy
             return [x.clone() for x in (*numbers, *keys)]
 
         before = written()
-        graph = capture(self, b, how)
+        graph = capture(self, b, sampling)
         torch.testing.assert_close(written(), before, rtol=0, atol=0, equal_nan=True)  # not touched
-        assert (self.done[:b] == 0).any()  # rows were at work meanwhile
+        assert (self.state.done[:b] == 0).any()  # rows were at work meanwhile
         prepare.captures.append(b)
         return graph
 
     def watched_arrange(self, groups, b):
-        prepare.arranged.append(([rows for _, _, rows in groups], b))
+        prepare.arranged.append(([len(group.rows) for group in groups], b))
         arrange(self, groups, b)
 
-    monkeypatch.setattr(Engine, "_step", watched_step)
-    monkeypatch.setattr(Engine, "_capture", harmless_capture)
+    monkeypatch.setattr(Runner, "_step", watched_step)
+    monkeypatch.setattr(Runner, "_capture", harmless_capture)
     monkeypatch.setattr(FlashCache, "arrange", watched_arrange)
 
     def prepare(sampler, check_every=3):
         for decoder in sampler.engines:
-            decoder.cache = FlashCache(decoder.cache.layers, decoder.cache.dtype, decoder.device)
-            decoder.use_graphs, decoder.check_every = True, check_every
+            runner, decoder.check_every = decoder.runner, check_every
+            runner.cache, runner.use_graphs = FlashCache(runner.cache.layers, runner.cache.dtype, runner.device), True
         return sampler
 
     prepare.captures, prepare.arranged = [], []
@@ -323,7 +315,7 @@ def test_options_of_sampling_hold_as_on_a_gpu(as_on_gpu):
 def test_graphs_are_kept_as_long_as_memory_stays_where_it_is(as_on_gpu):
     model = copy.deepcopy(tiny("qwen2", num_hidden_layers=1))
     sampler = as_on_gpu(Sampler([model], **OPTIONS))
-    decoder, captures = sampler.engines[0], as_on_gpu.captures
+    runner, captures = sampler.engines[0].runner, as_on_gpu.captures
 
     def new_graphs(group_size=4, temperature=1.0, prompts=PROMPTS) -> int:
         known = len(captures)
@@ -331,9 +323,9 @@ def test_graphs_are_kept_as_long_as_memory_stays_where_it_is(as_on_gpu):
         return len(captures) - known
 
     first = new_graphs()
-    assert first == len(decoder.graphs) > 1
+    assert first == len(runner.graphs) > 1
     assert new_graphs(prompts=PROMPTS[::-1]) == 0  # other prompts
-    assert new_graphs(temperature=0.5) > 0 and len(decoder.graphs) > first  # another distribution, beside the others
+    assert new_graphs(temperature=0.5) > 0 and len(runner.graphs) > first  # another distribution, beside the others
     assert new_graphs(1, 0, PROMPTS[:2]) > 0 and new_graphs() == 0  # smaller
     with torch.no_grad():
         for p in model.parameters():  # weights that change where they are
@@ -341,13 +333,13 @@ def test_graphs_are_kept_as_long_as_memory_stays_where_it_is(as_on_gpu):
     assert new_graphs() == 0
     assert_same(generate(sampler, 4), generate(Sampler([model], **OPTIONS), 4))
     model.model.norm.weight.data = model.model.norm.weight.data.clone()  # and elsewhere
-    assert new_graphs() == len(decoder.graphs) > 0
+    assert new_graphs() == len(runner.graphs) > 0
     # a cache that has to grow: for more rows, for longer prompts
-    assert new_graphs(8) == len(decoder.graphs) and new_graphs(8) == 0
+    assert new_graphs(8) == len(runner.graphs) and new_graphs(8) == 0
     assert new_graphs() > 0 and new_graphs(8) == 0
-    assert new_graphs(8, prompts=[*PROMPTS[:6], [4] * 40]) == len(decoder.graphs)
-    decoder.release()
-    assert not decoder.graphs and new_graphs() == len(decoder.graphs) > 0
+    assert new_graphs(8, prompts=[*PROMPTS[:6], [4] * 40]) == len(runner.graphs)
+    runner.release()
+    assert not runner.graphs and new_graphs() == len(runner.graphs) > 0
 
 
 @pytest.mark.parametrize(("one", "other"), [
@@ -359,25 +351,25 @@ def test_no_graph_serves_what_it_was_not_captured_for(as_on_gpu, one, other):
     options = {**OPTIONS, "max_new_tokens": 10}
     sampler = as_on_gpu(Sampler([tiny("qwen2")], **options), check_every=1)
     generate(sampler, 8, prompts=[[5] * 20, *PROMPTS[:4]])  # memory for all of it
-    decoder, graphs = sampler.engines[0], []
-    memory = decoder.cache.pools[0][0].data_ptr()
+    runner, graphs = sampler.engines[0].runner, []
+    memory = runner.cache.pools[0][0].data_ptr()
     for prompts, group_size in (one, other):
-        known = set(decoder.graphs)
+        known = set(runner.graphs)
         fresh = generate(Sampler([tiny("qwen2")], **options), group_size, prompts=prompts)
         assert_same(generate(sampler, group_size, prompts=prompts), fresh)
-        graphs.append({key[0] for key in set(decoder.graphs) - known})
-    assert decoder.cache.pools[0][0].data_ptr() == memory
+        graphs.append({key[0] for key in set(runner.graphs) - known})
+    assert runner.cache.pools[0][0].data_ptr() == memory
     assert 8 in graphs[0] & graphs[1]  # batches of the same size
 
 
 def test_more_completions_in_the_same_cache_need_new_graphs(as_on_gpu):
     sampler = as_on_gpu(Sampler([tiny("qwen2")], **OPTIONS, rollout_batch=8))
-    decoder = sampler.engines[0]
+    runner = sampler.engines[0].runner
     generate(sampler, 4, prompts=PROMPTS[:4])
-    memory, graphs = decoder.cache.pools[0][0].data_ptr(), set(decoder.graphs.values())
+    memory, graphs = runner.cache.pools[0][0].data_ptr(), set(runner.graphs.values())
     assert_same(generate(sampler, 4), expected("qwen2", 4))  # the tokens drawn have to go elsewhere
-    assert decoder.cache.pools[0][0].data_ptr() == memory
-    assert graphs and not graphs & set(decoder.graphs.values())
+    assert runner.cache.pools[0][0].data_ptr() == memory
+    assert graphs and not graphs & set(runner.graphs.values())
 
 
 def test_adapters_are_merged_where_graphs_read(as_on_gpu):
@@ -387,7 +379,7 @@ def test_adapters_are_merged_where_graphs_read(as_on_gpu):
     sampler = as_on_gpu(Sampler([model], **OPTIONS))
     before = generate(sampler, 4)
     assert_same(before, generate(Sampler([model], **OPTIONS), 4))
-    graphs = dict(sampler.engines[0].graphs)
+    graphs = dict(sampler.engines[0].runner.graphs)
     with torch.no_grad():
         for p in model.parameters():
             if p.requires_grad:
@@ -395,18 +387,19 @@ def test_adapters_are_merged_where_graphs_read(as_on_gpu):
     after = generate(sampler, 4)
     assert_same(after, generate(Sampler([model], **OPTIONS), 4))
     assert completions(after) != completions(before)
-    assert graphs and graphs.items() <= sampler.engines[0].graphs.items()
+    assert graphs and graphs.items() <= sampler.engines[0].runner.graphs.items()
 
 
 def test_engine_says_what_serves(monkeypatch, as_on_gpu):
     sampler = Sampler([tiny("qwen2")], **OPTIONS)
-    assert isinstance(sampler.engines[0].cache, SdpaCache) and "static cache (cpu, float64" in sampler.engines[0].name
+    assert isinstance(sampler.engines[0].runner.cache, SdpaCache)
+    assert "static cache (cpu, float64" in sampler.engines[0].name
     assert "CUDA graphs" in as_on_gpu(sampler).engines[0].name
     monkeypatch.setattr(attention, "on_flash", lambda x: x.ndim == 2 and x.dtype == torch.bfloat16)
-    assert isinstance(Sampler([tiny("qwen2")], **OPTIONS).engines[0].cache, SdpaCache)
+    assert isinstance(Sampler([tiny("qwen2")], **OPTIONS).engines[0].runner.cache, SdpaCache)
     monkeypatch.setattr(attention, "on_flash", lambda x: x.ndim == 2 and x.shape[-1] == 8)
-    assert isinstance(Sampler([tiny("qwen2")], **OPTIONS).engines[0].cache, FlashCache)
-    assert isinstance(Sampler([tiny("qwen3")], **OPTIONS).engines[0].cache, SdpaCache)  # heads of 16
+    assert isinstance(Sampler([tiny("qwen2")], **OPTIONS).engines[0].runner.cache, FlashCache)
+    assert isinstance(Sampler([tiny("qwen3")], **OPTIONS).engines[0].runner.cache, SdpaCache)  # heads of 16
 
 
 def test_flash_decode_can_be_traced(monkeypatch, in_single):
@@ -434,9 +427,10 @@ def test_a_cache_takes_the_memory_it_says(kind, slots, dtype):
     assert taken == one.bytes(space) + padding
     assert not one.reserve(space) and not one.reserve(Space(4, 8, 1, 4, 10, 5))  # it fits
     if kind is FlashCache:  # the slot of padding belongs to no row; it is finite from the beginning
+        last = Group(prompt=1, slot=1, length=9, first=4, rows=[Row(sequence=7, slot=7, born=0)])
         for longest, grows in ((20, False), (21, True)):  # 20 + 8 * 5 slots are as many as before
             assert one.reserve(Space(8, 8, 1, 4, longest, 5)) == grows
-            assert one.row_start(7) + 5 == longest + 40 == one.padding
+            assert one.starts(last)[0] + 5 == longest + 40 == one.padding
         assert all(not x[-1].any() for pool in one.pools for x in pool)
     assert one.reserve(Space(8, 8, 2, 4, 40, 5)) and not one.reserve(space)  # it has to grow
 
@@ -449,7 +443,7 @@ def test_as_many_groups_are_decoded_at_once_as_memory_holds(monkeypatch, share, 
         assert decoder._plan(PROMPTS, 4, 14, max_rows) == limited
     how_many = (PROMPTS, 4, 14, 0)
     everything = decoder._plan(*how_many)
-    needed = decoder.cache.bytes(everything) + 16 * everything.rows * 64
+    needed = decoder.runner.cache.bytes(everything) + 16 * everything.rows * 64
     decoder.device = SimpleNamespace(type="cuda", index=0)
     for name, value in (("mem_get_info", (int(share * needed), 0)), ("memory_reserved", 0), ("memory_allocated", 0)):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
@@ -459,17 +453,37 @@ def test_as_many_groups_are_decoded_at_once_as_memory_holds(monkeypatch, share, 
         return
     space = decoder._plan(*how_many)
     assert space.rows == 4 * groups and space.tokens == 14 and space.longest == 9
-    assert decoder.cache.bytes(space) + 16 * space.rows * 64 <= 0.9 * share * needed
+    assert decoder.runner.cache.bytes(space) + 16 * space.rows * 64 <= 0.9 * share * needed
     assert decoder._plan(PROMPTS, 4, 14, 8).rows == min(8, 4 * groups)
     # what torch's allocator holds and does not use is free too, and so is the cache of the last rollout
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * needed)
     assert decoder._plan(*how_many).rows == 28
 
 
-def test_rows_of_a_batch_come_in_few_sizes(as_on_gpu):
-    decoder = as_on_gpu(Sampler([tiny("qwen2")], **OPTIONS)).engines[0]
-    space = SimpleNamespace(batch=50)
-    sizes = {1: 8, 8: 8, 9: 16, 17: 32, 33: 50, 50: 50}
-    assert {rows: decoder._batch_size(rows, space) for rows in sizes} == sizes
-    decoder.use_graphs = False
-    assert decoder._batch_size(13, space) == 13  # nothing is computed for padding
+def test_ended_rows_leave_for_waiting_prompts_once_a_quarter_of_the_batch_is_free():
+    space = Space(rows=8, batch=8, prompts=4, group_size=2, longest=5, tokens=10)
+    schedule = Scheduler([3, 5, 1, 2, 4, 2], space, check_every=4, padded=False)
+    entered = schedule.admit()
+    assert entered == schedule.groups() and [group.prompt for group in entered] == [0, 1, 2, 3]
+    assert [group.places for group in entered] == [slice(i, i + 2) for i in (0, 2, 4, 6)]
+    assert (schedule.batch_size, schedule.longest, schedule.steps_until_check) == (8, 5, 4)
+    schedule.step = 4
+    assert schedule.longest == 9 and schedule.admit() == [] and schedule.close_gaps([False] * 8) is None
+    assert schedule.close_gaps([i in (0, 1, 4) for i in range(8)]) == [2, 3, 5, 6, 7]
+    assert [(group.prompt, len(group.rows)) for group in schedule.groups()] == [(1, 2), (2, 1), (3, 2)]
+    (group,) = schedule.admit()  # three rows are free, and the slot of one prompt
+    assert group[:4] == (4, 0, 4, 5) and {row.born for row in group.rows} == {4}
+    assert len({row.slot for row in schedule.rows}) == 7  # each has one of its own
+    assert schedule.close_gaps([True] * 7) == [] and [group.prompt for group in schedule.admit()] == [5]
+    schedule.step = 11
+    assert schedule.steps_until_check == 2 and schedule.unfinished  # nine tokens follow the first
+    assert schedule.close_gaps([True, True]) == [] and not schedule.unfinished
+
+
+def test_batches_for_graphs_come_in_few_sizes_and_shrink_only_to_those():
+    space = Space(rows=50, batch=50, prompts=50, group_size=1, longest=1, tokens=9)
+    schedules = {n: Scheduler([1] * n, space, 4, padded=True) for n in (1, 8, 9, 17, 33, 50)}
+    assert all(len(schedule.admit()) == n for n, schedule in schedules.items())
+    assert {n: schedule.batch_size for n, schedule in schedules.items()} == {1: 8, 8: 8, 9: 16, 17: 32, 33: 50, 50: 50}
+    for n, ended, kept in ((17, 0, None), (33, 1, list(range(1, 33))), (50, 17, None), (8, 8, [])):
+        assert schedules[n].close_gaps([i < ended for i in range(n)]) == kept

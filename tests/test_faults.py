@@ -1,8 +1,8 @@
 """Faults of a machine, done to real runs: each must be survived, so that the run ends as if nothing had happened.
 
 Survived means: the weights and every number in metrics.jsonl are those of a run that was left alone, bit for bit; where
-the run has to end first, it says what to do, and the same command then goes on. scripts/soak.sh does all of this with
-more kills, and prints the table in docs/faults.md.
+the run has to end first, it says what to do, and the same command then goes on. scripts/dev/soak.sh does all of this
+with more kills, and prints the table in docs/faults.md.
 """
 
 import contextlib
@@ -323,7 +323,7 @@ def test_an_evaluation_that_the_service_cut_off_is_made_after_the_resume(launche
         assert_equal_weights(run.weights(), straight.weights())
 
 
-@pytest.mark.skipif(not SOAK, reason="scripts/soak.sh: a slow service only takes longer")
+@pytest.mark.skipif(not SOAK, reason="scripts/dev/soak.sh: a slow service only takes longer")
 def test_a_slow_reward_service_changes_nothing(launcher, scored, tmp_path):
     with Fake() as fake, fault("reward service slow"):
         fake.delay = 0.4

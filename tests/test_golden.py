@@ -32,8 +32,8 @@ REFRESH = dict(kl_coef=0.1, reference_refresh=2)
 MASKED = dict(truncated="mask", overlong_cache=4, dynamic_sampling=1, micro_batch_tokens=60)
 LORA = dict(lora_rank=2, kl_coef=0.1)
 FSDP = dict(fsdp=True, kl_coef=0.1, micro_batch_tokens=60)
-CLIPPED = dict(gspo_epochs=2, clip_preset="custom", epsilon_low=0.001, epsilon_high=0.001)
-DUAL = dict(loss="grpo", dual_clip=3.0, entropy_coef=0.01, kl_estimator="rho_k3", grpo_epochs=2)
+CLIPPED = dict(epochs=2, clip_preset="custom", epsilon_low=0.001, epsilon_high=0.001)
+DUAL = dict(loss="grpo", dual_clip=3.0, entropy_coef=0.01, kl_estimator="rho_k3", epochs=2)
 
 # script and name of the case: number of ranks, options, what is handed in
 CASES = {
@@ -51,7 +51,7 @@ CASES = {
     "gspo_ddp fsdp": (2, FSDP, {}),
     "gspo_ddp lora": (2, LORA, {}),
     "grpo grpo": (1, dict(loss="grpo"), {}),
-    "grpo dapo": (1, dict(loss="dapo", grpo_epochs=2, advantage_scale="batch"), {}),
+    "grpo dapo": (1, dict(loss="dapo", epochs=2, advantage_scale="batch"), {}),
     "grpo dr_grpo": (1, dict(loss="dr_grpo", kl_estimator="k2"), {}),
     "grpo cispo": (1, dict(loss="cispo", kl_coef=0.0, cispo_cap=1.01, advantage_scale="none"), {}),
     "grpo dual": (1, DUAL, {}),

@@ -56,8 +56,8 @@ def tiny_on(device, kind, dtype=torch.bfloat16, **options):
 def flash_sampler(model, compile=False, **options) -> Sampler:
     """A sampler that decodes by CUDA graphs."""
     sampler = Sampler([model], **options, compile=compile)
-    engine = sampler.engines[0]
-    assert isinstance(engine.cache, FlashCache) and engine.use_graphs and bool(engine.compiled_layers) == compile
+    runner = sampler.engines[0].runner
+    assert isinstance(runner.cache, FlashCache) and runner.use_graphs and bool(runner.compiled_layers) == compile
     return sampler
 
 
@@ -75,7 +75,7 @@ def assert_log_probs(model, batch, temperature=1.0) -> None:
     plain.set_attn_implementation("sdpa")
     differences, magnitude = [], 0.0
     for i, completion in enumerate(completions(batch)):
-        prompt = batch.prompt_ids[i][batch.prompt_mask[i]].tolist()
+        prompt = batch.prompts[i].tolist()
         with torch.no_grad():
             ids = torch.tensor([prompt + completion], device=model.device)
             hidden = plain.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0, len(prompt) - 1 : -1]
@@ -109,7 +109,7 @@ def test_the_gpu_samples_what_the_cpu_samples_with_its_log_probabilities(cuda, k
     # without graphs, rows that ended are computed until the next look, and prompts wait where the batch is cut
     on_gpu, on_cpu = tiny_on(cuda, kind, torch.float32), tiny_model(kind)
     sampler = Sampler([on_gpu], **MIXED, rollout_batch=rollout_batch)
-    assert isinstance(sampler.engines[0].cache, SdpaCache)
+    assert isinstance(sampler.engines[0].runner.cache, SdpaCache)
     for temperature in (0, 1.0):
         batch = generate(sampler, PROMPTS * 3, temperature=temperature, seed=0)
         plain = Sampler([on_cpu], **MIXED, compile=False)
@@ -177,7 +177,7 @@ def test_log_probabilities_in_bf16_are_those_of_a_full_forward_pass(cuda, kind, 
         ends = set(MIXED["end_ids"])
         assert len(set(batch.lengths.tolist())) > 5 and not any(ends & {*row[:-1]} for row in completions(batch))
         assert batch.truncated.tolist() == [row[-1] not in ends for row in completions(batch)]
-    sizes = {key[0] for key in sampler.engines[0].graphs}
+    sizes = {key[0] for key in sampler.engines[0].runner.graphs}
     assert len(sizes) > 1 and max(sizes) == (12 if rollout_batch else 48)
     assert sampler.engines[0].name.startswith("flash attention, shared prompts, CUDA graphs")
 
@@ -201,18 +201,18 @@ def test_the_same_seed_gives_the_same_tokens_and_weights_changed_in_place_others
     assert completions(generate(sampler, seed=3, step=7)) == completions(first)
     # without another capture
     sampler = flash_sampler(model, compile, **FIXED)
-    before, graphs = generate(sampler), dict(sampler.engines[0].graphs)
+    before, graphs = generate(sampler), dict(sampler.engines[0].runner.graphs)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)).to(p))
     after = generate(sampler)
-    assert graphs and sampler.engines[0].graphs == graphs and completions(after) != completions(before)
+    assert graphs and sampler.engines[0].runner.graphs == graphs and completions(after) != completions(before)
     assert completions(after) == completions(generate(flash_sampler(model, compile, **FIXED)))
     if dtype == torch.bfloat16:
         assert_log_probs(model, after)
     model.get_input_embeddings().weight.data = model.get_input_embeddings().weight.data.clone()  # and elsewhere
     assert completions(generate(sampler)) == completions(after)
-    assert not set(graphs.values()) & set(sampler.engines[0].graphs.values())
+    assert not set(graphs.values()) & set(sampler.engines[0].runner.graphs.values())
 
 
 @needs(1)
@@ -224,7 +224,7 @@ def test_no_forbidden_token_is_drawn(cuda, options, compile):
     ends, suppressed = set(MIXED["end_ids"]), set(options.get("suppressed_ids", ()))
     rows, start = completions(batch), options.get("min_new_tokens", 0)
     assert not any(suppressed & {*row} or ends & {*row[:start]} for row in rows)
-    logps = batch.rollout_logps[batch.sampled_mask]
+    logps = batch.rollout_logps[batch.completion_mask]
     assert logps.isfinite().all() and logps.max() <= rounding(64, magnitude=4)  # a sum over the vocabulary
     if "top_k" in options:  # of the 16 rows of a group no more than 5 begin differently
         assert all(len({row[0] for row in rows[i : i + 16]}) <= 5 for i in range(0, len(rows), 16))
@@ -254,7 +254,7 @@ def test_memory_that_is_released_is_free(cuda):
         generate(sampler, group_size=16)  # 64 rows of 256 tokens, and 4 prompts of 9
         assert (64 * 256 + 4 * 9) * 2048 <= engine.cache_bytes <= allocated() - free
         engine.release()
-        assert engine.cache_bytes == 0 and not engine.graphs
+        assert engine.cache_bytes == 0 and not engine.runner.graphs
         assert allocated() <= free + MIB
     # and a group that does not fit is refused
     sampler = flash_sampler(larger_model(cuda), **{**FIXED, "max_new_tokens": 2**20})
@@ -276,7 +276,7 @@ def test_memory_does_not_grow_from_rollout_to_rollout(cuda, compile):
         peaks.append((allocated(), torch.cuda.memory_reserved()))
     assert peaks[1][0] <= peaks[0][0] + MIB and peaks[1][1] <= peaks[0][1] + 32 * MIB
     # one graph for each size of the batch: 64, 32, 16, 8; bounds are powers of two
-    assert len(sampler.engines[0].graphs) <= 4 * 2
+    assert len(sampler.engines[0].runner.graphs) <= 4 * 2
 
 
 @needs(1)

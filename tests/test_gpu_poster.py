@@ -40,9 +40,9 @@ def test_half_precision_graphs_agree_with_the_log_probs_of_the_update(family, fo
         pictures = [[picture(*own.size, seed=50 * seed + k) for k, own in enumerate(row)] for row in pictures]
         seen = images.Images.of(model, processor, prompts, pictures)
         batch = sampler.generate(prompts, group_size=4, temperature=1.0, seed=seed, images=seen)
-        assert sampler.engines[0].use_graphs
+        assert sampler.engines[0].runner.use_graphs
         logps = policy(*batch.tokens)[0]
-        assert ((logps - batch.rollout_logps).abs() * batch.sampled_mask).max() < 0.1
+        assert ((logps - batch.rollout_logps).abs() * batch.completion_mask).max() < 0.1
         others = policy(*batch.tokens[:4], seen.repeat(4).select(torch.arange(12).roll(0)))[0]
         assert torch.equal(others, logps)
 

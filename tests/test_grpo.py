@@ -21,7 +21,7 @@ CLUSTERS = ("clusters", "singletons", "effective_clusters", "cosine")
 # between them, every option of the loss
 LOSSES = {
     "grpo": dict(loss="grpo", kl_estimator="rho_k3", entropy_coef=0.05, dual_clip=1.05, epsilon_low=0.01),
-    "dapo": dict(loss="dapo", advantage_scale="batch", overlong_cache=4, grpo_epochs=2),
+    "dapo": dict(loss="dapo", advantage_scale="batch", overlong_cache=4, epochs=2),
     "dr_grpo": dict(loss="dr_grpo", kl_estimator="k2", truncated="mask", max_new_tokens=16),
     "cispo": dict(loss="cispo", kl_coef=0.0, cispo_cap=1.01, advantage_scale="none"),
 }
@@ -102,7 +102,7 @@ def test_two_ranks_with_other_micro_batches_are_one_process(halved, one, two, op
 
 def test_at_learning_rate_0_nothing_moves(launcher, model_folders):
     # one temperature for sampling, policy and reference, and no dropout, or ratio and KL would show it
-    options = dict(learning_rate=0, grpo_epochs=2, entropy_coef=0.1, temperature=0.6)
+    options = dict(learning_rate=0, epochs=2, entropy_coef=0.1, temperature=0.6)
     run = launcher.trained("grpo", policy_model=model_folders["gpt2"], **options)
     for line in run.steps:
         assert line["rollout_mismatch"] < rounding(TERMS, magnitude=1 / 0.6)
@@ -140,7 +140,7 @@ def test_every_metric_is_explained_and_none_is_missing(halved):
     ("grpo", dict(dual_clip=3, loss="cispo"), "dual_clip = 3.0: the loss 'cispo'"),
     ("grpo", dict(kl_coef=0, reference_refresh=2), "reference_refresh = 2: there is no reference while kl_coef is 0"),
     ("grpo", dict(overlong_cache=9, max_new_tokens=8), "overlong_cache = 9: must be at most max_new_tokens = 8"),
-    ("grpo", dict(gspo_epochs=2), "unknown option --gspo_epochs; did you mean --grpo_epochs?"),
+    ("grpo", dict(epochs=2), "unknown option --epochs; did you mean --epochs?"),
     ("similarity_grpo", dict(similarity_threshold="high"), "similarity_threshold = 'high': must be a cosine"),
     ("similarity_grpo", dict(similarity_method="within", advantage_scale="batch"), "advantage_scale = 'batch'"),
 ], ids=str)  # fmt: skip

@@ -384,7 +384,7 @@ def test_a_policy_with_adapters(loaded):
     logps = policy_of(adapted)(*batch.tokens)[0]
     assert_rounded(logps, batch.rollout_logps, **NORMS)
     assert (logps - policy_of(model)(*batch.tokens)[0]).abs().max() > 0.01
-    logps[batch.sampled_mask].sum().backward()
+    logps[batch.completion_mask].sum().backward()
     assert all("lora" in name and g.abs().max() > 0 for name, g in gradients(adapted).items())
 
 
@@ -402,7 +402,7 @@ def test_vision_tokens_are_never_sampled_and_have_no_probability(loaded):
     suppressed = policy_of(model)(*batch.tokens)[0]
     assert_rounded(suppressed, batch.rollout_logps, **NORMS | dict(magnitude=64.0))  # so large are logits here
     plain = LogProbs(model, 1.0)
-    assert (suppressed - plain(*batch.tokens)[0])[batch.sampled_mask].max() > 0.01  # renormalised without them
+    assert (suppressed - plain(*batch.tokens)[0])[batch.completion_mask].max() > 0.01  # renormalised without them
     # an image token that was sampled all the same is a token like any other: nothing breaks, nothing shifts
     assert_rounded(plain(*free.tokens)[0], free.rollout_logps, **NORMS | dict(magnitude=64.0))
 
@@ -457,7 +457,7 @@ def test_gradients_of_a_tower_are_those_of_plain_autograd(checkpointing, frozen,
     assert len(micros) > 2
     batch.images.refresh(model, batch.images.prompts)
     for micro in micros:
-        weights = micro.sampled_mask * (1 + micro.rows[:, None]) / 10
+        weights = micro.completion_mask * (1 + micro.rows[:, None]) / 10
         (policy(*micro.tokens)[0] * weights).sum().backward()
     assert not any(name.startswith("model.visual") for name in gradients(model))
     batch.images.backward()

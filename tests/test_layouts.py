@@ -24,7 +24,7 @@ def roles(constants, fields, **ranks):
 @pytest.fixture
 def visible(monkeypatch):
     """Sets the number of GPUs that the process sees."""
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return lambda number: monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
 
@@ -37,9 +37,9 @@ def test_roles_of_one_process_are_its_constants():
     assert "reference" not in roles(constants, {**everything, "lora_rank": 8})  # the weights without adapters
     assert "reference" in roles(constants, {**everything, "lora_rank": 0})
     assert "reward" not in roles(constants, {**everything, "reward_url": "http://127.0.0.1:8899"})
-    # rollouts of an RL script are everywhere unless named
+    # the policy samples unless GPUs are named for it
     constants |= dict(POLICY_GPU_IDS=(1, 0), REWARD_GPU_ID=2, ROLLOUT_GPU_IDS=None)
-    assert roles(constants, RL)["rollout"] == (1, 0, 2)
+    assert roles(constants, RL)["rollout"] == (1, 0)
     assert roles({**constants, "ROLLOUT_GPU_IDS": (0, 3)}, RL)["rollout"] == (0, 3)
 
 
@@ -53,23 +53,25 @@ def test_roles_of_a_distillation():
 
 
 def test_every_rank_has_its_own_gpu_where_a_constant_is_none():
-    module = SimpleNamespace(REFERENCE_GPU_ID=None, REWARD_GPU_ID=7, SIMILARITY_GPU_IDS=None)
+    module = SimpleNamespace(POLICY_GPU_IDS=None, REFERENCE_GPU_ID=None, REWARD_GPU_ID=7, SIMILARITY_GPU_IDS=None)
     cfg = SimpleNamespace(**{**RL, "kl_coef": 0.1, "reward_model": "judge", "embedding_model": "toy"})
     for rank, found in enumerate(layouts.all_ranks(module, cfg, 2)):
         own = (rank,)
         assert found == {"policy": own, "rollout": own, "reference": own, "reward": (7,), "embedder": own}
     module.SIMILARITY_GPU_IDS = [0, 1]
     assert layouts.roles(module, cfg, 2, 1)["embedder"] == (0, 1)
-    assert roles(dict(TEACHER_GPU_ID=None), GKD, ranks=4, local_rank=3)["teacher"] == (3,)
-    assert roles(dict(TEACHER_GPU_ID=5), GKD, ranks=4, local_rank=3)["teacher"] == (5,)
-    with pytest.raises(ValueError, match=r"2 processes: this script is one process"):
+    for teacher, expected in ((None, (3,)), ((5,), (5,))):
+        constants = dict(STUDENT_GPU_IDS=None, ROLLOUT_GPU_IDS=None, TEACHER_GPU_IDS=teacher)
+        assert roles(constants, GKD, ranks=4, local_rank=3)["teacher"] == expected
+    assert roles(dict(REFERENCE_GPU_ID=None), RL, ranks=2, local_rank=1)["policy"] == (1,)  # a script without the line
+    with pytest.raises(ValueError, match=r"POLICY_GPU_IDS = \(0, 1\), 2 processes: every process"):
         roles(dict(POLICY_GPU_IDS=(0, 1)), RL, ranks=2)
 
 
 @pytest.mark.parametrize(("name", "value"), [("POLICY_GPU_IDS", 0), ("REFERENCE_GPU_ID", (1,))])
 def test_a_constant_that_is_no_gpu_number_is_named(name, value):
     constants = {"POLICY_GPU_IDS": (0,), "REFERENCE_GPU_ID": 0, name: value}
-    with pytest.raises(ValueError, match=f"{name} = .*must be GPU numbers"):
+    with pytest.raises(ValueError, match=re.escape(f"{name} = {value!r}") + ".*must be GPU numbers"):
         roles(constants, {**RL, "kl_coef": 0.1})
 
 
@@ -105,9 +107,9 @@ def test_the_check_says_what_the_script_says(loaded, visible, path):
 
 
 @pytest.mark.parametrize(("script", "constants", "said"), [
-    ("gkd_multigpu", dict(ROLLOUT_GPU_IDS=(0, 3)), r"STUDENT_GPU_IDS = \(0,\), ROLLOUT_GPU_IDS = \(0, 3\).*none both"),
+    ("gkd_multigpu", dict(ROLLOUT_GPU_IDS=(0, 3)), r"STUDENT_GPU_IDS = \(0,\), ROLLOUT_GPU_IDS = \(0, 3\).*both train"),
     ("gkd_multigpu", dict(ROLLOUT_GPU_IDS=(3,), TEACHER_GPU_IDS=(0, 3)), ""),
-    ("similarity_grpo", dict(SIMILARITY_GPU_IDS=(0, 9)), r"SIMILARITY_GPU_IDS = \(0, 9\).*below the 8 visible"),
+    ("similarity_grpo", dict(SIMILARITY_GPU_IDS=(0, 9)), r"need 10 GPUs, 8 visible.*SIMILARITY_GPU_IDS to None"),
 ])  # fmt: skip
 def test_exclusive_roles_may_not_share_a_gpu_and_frozen_ones_may(loaded, visible, monkeypatch, script, constants, said):
     visible(8)
@@ -137,13 +139,22 @@ def test_errors_of_flags_are_those_of_the_script(capsys):
     assert left.value.code == 2 and "gspo.py: error: unknown option --lerning_rate; did you" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["", "1 / 0\nclass Config: pass", "1 / 0\nPOLICY_GPU_IDS = (0,)"])
-def test_what_is_no_training_script_of_the_clone_is_not_executed(tmp_path, text):
+CONSTANT, CLASS, MAIN = "POLICY_GPU_IDS = (0,)\n", "class Config: pass\n", "def main(cfg): pass\n"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1 / 0\n" + CLASS + MAIN, "1 / 0\n" + CONSTANT + MAIN, "1 / 0\n" + CONSTANT + CLASS, "no Python", "\0"]
+)
+def test_what_is_no_training_script_is_not_executed(tmp_path, text):
     path = tmp_path / "other.py"
-    path.write_text(SCRIPTS["gspo"].read_text())
-    with pytest.raises(ValueError, match=r"other\.py': must stand inside the clone"):
-        layouts.load(path)
     path.write_text(text)
     for wrong in (path, tmp_path):
         with pytest.raises(ValueError, match=r"must be a training script.*gspo/gspo\.py.*gkd/gkd_ddp\.py"):
             layouts.load(wrong)
+
+
+def test_a_copy_outside_the_clone_is_read(tmp_path):
+    path = tmp_path / "my_task.py"
+    path.write_text(SCRIPTS["gspo"].read_text().replace("POLICY_GPU_IDS = (0,)", "POLICY_GPU_IDS = (3,)"))
+    module, cfg = layouts.load(path)
+    assert layouts.roles(module, cfg)["policy"] == (3,)

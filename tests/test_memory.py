@@ -16,7 +16,8 @@ from test_rollout import PROMPTS, assert_same, completions, fp64, make_sampler
 
 from common.base import distributed, memory
 from common.distill import distillation
-from common.generation import batches, rollout
+from common.generation import batches
+from common.generation.runner import Runner
 from common.maths import losses
 from common.model import logprobs, models
 from common.run import metrics
@@ -92,19 +93,20 @@ def update(folder, batch, tokens, budget, inject=None, devices=(CPU,)) -> Simple
     logprobs.fill(cut[1], "old_logps", policies, devices, tokens)
     first = []
     for number, minibatch in enumerate(cut * 2):
-        for micro in budget.passes(minibatch, optimizer, log, replicas):
-            with budget.room():
-                logps_mC, entropy_mC = policies[micro.replica](*micro.tokens)
-                if micro.old_logps is None:
-                    micro.old_logps = logps_mC.detach()
-                ratio_m = losses.sequence_ratio(logps_mC, micro.old_logps, micro.completion_mask)
-                loss = -(ratio_m * micro.advantages).sum() / 6
-                optimizer.scale(loss).backward()
-                entropy_m = losses.masked_mean(entropy_mC, micro.completion_mask)
-                mean = loss.detach() * 6 / len(micro)
-                log.add(len(micro), loss=mean, entropy=entropy_m.mean(), seen_max=ratio_m.detach().max())
-                first += ratio_m.tolist() if number == 0 else []
-            loss = None
+
+        def forward_backward(micro, number=number):
+            logps_mC, entropy_mC = policies[micro.replica](*micro.tokens)
+            if micro.old_logps is None:
+                micro.old_logps = logps_mC.detach()
+            ratio_m = losses.sequence_ratio(logps_mC, micro.old_logps, micro.completion_mask)
+            loss = -(ratio_m * micro.advantages).sum() / 6
+            optimizer.scale(loss).backward()
+            entropy_m = losses.masked_mean(entropy_mC, micro.completion_mask)
+            mean = loss.detach() * 6 / len(micro)
+            log.add(len(micro), loss=mean, entropy=entropy_m.mean(), seen_max=ratio_m.detach().max())
+            first.extend(ratio_m.tolist() if number == 0 else [])
+
+        budget.run(minibatch, forward_backward, optimizer, log, replicas)
         models.sum_gradients(replicas)
         log.add(grad_norm=optimizer.step(1.0))
         models.refresh(replicas)
@@ -165,24 +167,30 @@ def test_nothing_of_a_failed_attempt_is_alive_in_the_next(batch):
 
     limit(policy, 60, backward=True)
     model.get_decoder().layers[0].register_forward_hook(keep)
-    log = SimpleNamespace(mark=lambda: None, back=lambda mark: None)
+    log = SimpleNamespace(mark=lambda: None, rollback=lambda mark: None)
+
+    def forward_backward(micro):
+        loss = policy(*micro.tokens)[0].sum()
+        loss.backward()
+
     gc.disable()
     try:
-        for micro in budget.passes(minibatch, optimizer, log):
-            with budget.room():
-                loss = policy(*micro.tokens)[0].sum()
-                loss.backward()
-            loss = None
+        budget.run(minibatch, forward_backward, optimizer, log)
     finally:
         gc.enable()
     assert budget.tokens < 100 and len(minibatch) > 1
 
 
-def test_what_is_no_lack_of_memory_goes_on():
-    budget = budgets.Budget(1000)
+def test_what_is_no_lack_of_memory_goes_on(batch):
+    budget, optimizer = budgets.Budget(1000), optim.AdamW(build_model("qwen2"), 1e-3)
+    log = SimpleNamespace(mark=lambda: None)
+
+    def forward_backward(micro):
+        raise error
+
     for error in (RuntimeError("shapes do not match"), ValueError(FULL)):
-        with pytest.raises(type(error)), budget.room():
-            raise error
+        with pytest.raises(type(error)):
+            budget.run([batch], forward_backward, optimizer, log)
     assert budget.tokens == 1000
     quoted = f"rank 1 failed in phase 'update': OutOfMemoryError: {FULL}"
     for error in (torch.OutOfMemoryError("x"), RuntimeError(FULL), RuntimeError("CUDA error: out of memory"),
@@ -251,7 +259,7 @@ def test_each_gives_every_row_in_order(batch):
 def test_forward_passes_that_run_out_of_memory_give_the_same(batch, capsys, states, tokens):
     model = build_model("qwen2").requires_grad_(False)
     policy = (distillation.HiddenStates if states else logprobs.LogProbs)(model, 1.0)
-    field = "teacher_states" if states else "ref_logps"
+    field = "states" if states else "ref_logps"
     micros, others = (batch.minibatches(1, tokens or 60, True)[0] for _ in range(2))
     logprobs.fill(micros, field, policy, CPU, tokens)
     tried = limit_rows(policy, 2)
@@ -315,7 +323,7 @@ def test_several_replicas_learn_what_one_does(tmp_path, batch):
 
 def little_memory(module, on_rank: int | None = None, replicas: int = 1) -> None:
     """Memory for 40 tokens in the update, 6 rows in other forward passes, and 4 rows in a rollout."""
-    states, step = logprobs.LogProbs.states, rollout.Engine._step
+    states, step = logprobs.LogProbs.states, Runner._step
 
     def limit(exceeded: bool) -> None:
         if exceeded and on_rank in (None, distributed.rank()):
@@ -330,7 +338,7 @@ def little_memory(module, on_rank: int | None = None, replicas: int = 1) -> None
         limit(b > 4)
         return step(self, b, *args)
 
-    logprobs.LogProbs.states, rollout.Engine._step = limited_states, limited_step
+    logprobs.LogProbs.states, Runner._step = limited_states, limited_step
     if replicas > 1:
         two_replicas(module, replicas)
 

@@ -24,8 +24,8 @@ def rollout(lengths, truncated=None) -> RolloutBatch:
     ids = torch.ones(B, C, dtype=torch.long)
     mask = torch.arange(C) < lengths[:, None]
     return RolloutBatch(
-        prompt_ids=ids, prompt_mask=ids > 0, completion_ids=ids, sampled_mask=mask, completion_mask=mask,
-        rollout_logps=torch.zeros(B, C), prompt_lengths=torch.full((B,), C), lengths=lengths,
+        prompt_ids=ids, completion_ids=ids, completion_mask=mask, rollout_logps=torch.zeros(B, C),
+        prompt_lengths=torch.full((B,), C), lengths=lengths,
         truncated=torch.tensor(truncated or [False] * B), trained=torch.ones(B).bool(), rows=torch.arange(B),
     )  # fmt: skip
 
@@ -74,7 +74,7 @@ def test_what_will_be_computed_again_can_be_forgotten(log):
     log.add(2, loss=1.0, length_max=3.0)
     mark = log.mark()
     log.add(5, loss=torch.tensor(9.0), length_max=9.0, new=9.0)
-    log.back(mark)
+    log.rollback(mark)
     log.add(2, loss=torch.tensor(5.0))
     line = end_step(log)
     assert line["loss"] == 3.0 and line["length_max"] == 3.0 and "new" not in line

@@ -119,29 +119,28 @@ def test_an_infinite_log_prob_is_held_at_a_finite_ratio(field, value):
 
 
 @pytest.mark.parametrize(("field", "loss", "value"), [  # what a teacher said, and the losses that read it
-    ("teacher_states", "jsd", -INF), ("teacher_logps", "forward_kl", INF), ("teacher_logps", "jsd", NAN),
-    ("teacher_tail_logp", "reverse_kl", NAN), ("teacher_token_logps", "opd", -INF),
+    ("states", "jsd", -INF), ("logps", "forward_kl", INF), ("logps", "jsd", NAN), ("tail_logp", "reverse_kl", NAN),
+    ("token_logps", "opd", -INF),
 ])  # fmt: skip
 def test_what_a_teacher_said_cannot_move_a_weight_if_it_is_not_finite(field, loss, value):
     script, model = functions_of("gkd"), build_model("qwen2").train()
     cfg = SimpleNamespace(loss=loss, aggregation="token_mean")
-    head = distillation.Head(build_model("teacher")) if field == "teacher_states" else None
+    head = distillation.Head(build_model("teacher")) if field == "states" else None
     student = logprobs.LogProbs(model, 1.0)
     if loss != "opd":
         student = distillation.Divergences(model, 1.0, False, script["BETA"].get(loss, 0.5), 64, head)
     optimizer = optim.AdamW(model, 1e-3)
     for bad, (micro,) in zip((False, True), minibatches(), strict=False):
         shape = micro.completion_ids.shape
-        if field == "teacher_states":
-            micro.teacher_states = torch.ones(*shape, 32)
-        elif loss != "opd":
-            micro.teacher_ids = torch.tensor([5, 9]).int().expand(*shape, 2).contiguous()
-            micro.teacher_logps, micro.teacher_tail_logp = torch.full((*shape, 2), -1.5), torch.full(shape, -0.6)
-        micro.teacher_token_logps = torch.full(shape, -2.0)
+        top_k = batches.TeacherOutput(
+            ids=torch.tensor([5, 9]).int().expand(*shape, 2).contiguous(), logps=torch.full((*shape, 2), -1.5),
+            tail_logp=torch.full(shape, -0.6), token_logps=torch.full(shape, -2.0),
+        )  # fmt: skip
+        micro.teacher = batches.TeacherOutput(states=torch.ones(*shape, 32)) if field == "states" else top_k
         if bad:
             optimizer.check()
             before = [p.detach().clone() for p in model.parameters()]
-            getattr(micro, field)[0, 2] = value
+            getattr(micro.teacher, field)[0, 2] = value
         share, _ = script["gkd_loss"](student, micro, cfg, 2, int(micro.num_tokens))
         optimizer.scale(share).backward()
         optimizer.step(1.0)
@@ -200,7 +199,7 @@ def failed(run, *messages: str):
 @pytest.mark.parametrize("options", [dict(optimizer_offload="always"), dict(fsdp=True)], ids=["offload", "fsdp"])
 def test_an_infinite_loss_on_one_rank_stops_both_before_a_weight_moves(launcher, tmp_path, options):
     # its gradient is good, and the other rank's loss, too; of four optimizer steps the second is bad
-    options |= dict(save_every=1, grpo_epochs=2, eval_data="", steps=3, micro_batch_tokens=10**6)
+    options |= dict(save_every=1, epochs=2, eval_data="", steps=3, micro_batch_tokens=10**6)
     run = failed(launcher.run("grpo_ddp", tmp_path, 2, timeout=60, prepare=partial(infinite_once, tmp_path), **options))
     assert run.output.count("FloatingPointError: step 2: loss is inf, not finite") == 2
     assert run.checkpoints == ["checkpoint-000001"] and [line["step"] for line in run.steps] == [1]

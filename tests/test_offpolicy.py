@@ -82,15 +82,15 @@ def test_a_batch_of_given_completions():
     batch = offpolicy.batch(prompts, completions, 0, [3, 9], CPU)
     assert batch.completion_ids.tolist() == [ids + [0] * (4 - len(ids)) for ids in completions]
     mask = [[1] * len(ids) + [0] * (4 - len(ids)) for ids in completions]
-    assert batch.completion_mask.int().tolist() == batch.sampled_mask.int().tolist() == mask
+    assert batch.completion_mask.int().tolist() == mask
     assert batch.prompt_ids.tolist() == [[0] * (3 - len(ids)) + ids for ids in prompts]
-    assert batch.prompt_mask.int().tolist() == [[0] * (3 - len(ids)) + [1] * len(ids) for ids in prompts]
+    assert [ids.tolist() for ids in batch.prompts] == prompts
     assert batch.lengths.tolist() == [3, 4, 2, 1, 4, 1] and batch.prompt_lengths.tolist() == [2, 1, 3, 2, 1, 1]
     assert batch.truncated.tolist() == [False, True, False, False, False, True]
     assert batch.num_tokens == 15 and batch.num_trained == 6 and batch.rows.tolist() == [0, 1, 2, 3, 4, 5]
     assert batch.rollout_logps.dtype == torch.float32 and not batch.rollout_logps.any()
     batch.drop(batch.truncated)
-    assert batch.num_tokens == 10 and not batch.completion_mask[1].any() and batch.sampled_mask[1].all()
+    assert batch.num_tokens == 10 and not batch.completion_mask[1].any() and len(batch.completions[1]) == 4
 
 
 def test_what_follows_an_end_token_is_left_out(tokenizer):

@@ -17,7 +17,7 @@ from common.model import logprobs
 from common.planning import layouts
 
 # One optimizer step per pass over a rollout, and four; micro-batches of several sequences
-ONE, FOUR = ({"num_minibatches": n, "gspo_epochs": 2, "micro_batch_tokens": 100} for n in (1, 4))
+ONE, FOUR = ({"num_minibatches": n, "epochs": 2, "micro_batch_tokens": 100} for n in (1, 4))
 MIXED = dict(ONE, truncated="mask", advantage_scale="batch", max_new_tokens=24, kl_estimator="k2", num_minibatches=2)
 RANKS = dict(micro_batch_tokens=35)  # two ranks take unequal numbers of forward passes, and neither waits
 parity = partial(pytest.param, marks=pytest.mark.parity)

@@ -368,7 +368,7 @@ def test_a_run_that_cannot_fit_is_refused_with_what_to_change(models, monkeypatc
         _, cfg = loaded(script, policy_model=models.get(model, model), **options)
         monkeypatch.setattr(devices, "free_bytes", lambda device: gib * GIB)
         capsys.readouterr()
-        return plan.require_fit(cfg, devices.Layout((gpu,), gpu, gpu)), capsys.readouterr().out
+        return plan.require_fit(cfg, devices.Layout((gpu,), reference=gpu, reward=gpu)), capsys.readouterr().out
 
     with pytest.raises(ValueError, match=r"about 2\d\.\d GiB: 22\.8 GiB can be used; it would fit with --micro"):
         start(24)
@@ -403,10 +403,10 @@ def test_the_layouts_of_scripts_become_roles(models, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     a, b, c, d = (torch.device("cuda", i) for i in range(4))
     for script, layout, roles in (
-        ("gspo/gspo_multigpu.py", devices.Layout((a, b), c, d, (a, b, c)),
+        ("gspo/gspo_multigpu.py", devices.Layout((a, b), (c,), (0, 1, 2), c, d),
          {"policy": (0, 1), "rollout": (0, 1, 2), "reference": (2,)}),
-        ("gkd/gkd.py", [a], dict.fromkeys(("student", "rollout", "teacher"), (0,))),
-        ("gkd/gkd_multigpu.py", devices.DistillationLayout((a,), (b,), (c, d)),
+        ("gkd/gkd.py", devices.Layout((a,), teacher=(a,)), dict.fromkeys(("student", "rollout", "teacher"), (0,))),
+        ("gkd/gkd_multigpu.py", devices.Layout((a,), (b,), (1,), teacher=(c, d)),
          {"student": (0,), "rollout": (1,), "teacher": (2, 3)}),
     ):  # fmt: skip
         options = {} if "gkd" in script else dict(kl_coef=0.1)
@@ -416,7 +416,7 @@ def test_the_layouts_of_scripts_become_roles(models, monkeypatch, capsys):
     capsys.readouterr()
     # on the CPU a line at most
     for model, said in (("tiny", ""), ("0.5b", "plan: weights and optimizer take 5.52 GiB of CPU memory")):
-        plan.require_fit(loaded("gspo/gspo.py", policy_model=models[model])[1], [torch.device("cpu")])
+        plan.require_fit(loaded("gspo/gspo.py", policy_model=models[model])[1], devices.Layout((torch.device("cpu"),)))
         printed = capsys.readouterr().out
         assert printed.startswith(said) and bool(printed) == bool(said)
 

@@ -14,7 +14,7 @@ from test_reward_client import Fake
 from test_rollout import make_batch
 from test_teacher_server import free_port
 
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts" / "dev"))
 import random_vlm
 
 from common.base.distributed import OUTAGE_EXIT_CODE

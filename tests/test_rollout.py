@@ -13,7 +13,7 @@ from bounds import assert_rounded, rounding
 from conftest import build_model, tiny_model
 from test_sampling import reference
 
-from common.generation.batches import RolloutBatch, assemble
+from common.generation.batches import RolloutBatch, TeacherOutput, assemble
 from common.generation.engine import Engine
 from common.generation.rollout import Sampler
 from common.maths import losses
@@ -78,18 +78,18 @@ def rollout(replicas, prompts=PROMPTS, engine=True, group_size=1, temperature=1.
 
 
 def completions(batch) -> list[list[int]]:
-    return [ids[:n] for ids, n in zip(batch.completion_ids.tolist(), batch.lengths.tolist(), strict=True)]
+    return [ids.tolist() for ids in batch.completions]
 
 
 def prompts_of(batch) -> list[list[int]]:
-    return [ids[mask].tolist() for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)]
+    return [ids.tolist() for ids in batch.prompts]
 
 
 def assert_equal(batch, other):
     """In every field, bit for bit: for the same operations in the same order."""
-    for field in dataclasses.fields(RolloutBatch):
-        a, b = getattr(batch, field.name), getattr(other, field.name)
-        assert a is b is None or torch.equal(a, b), field.name
+    tensors, others = batch.state_dict(), other.state_dict()
+    differ = [name for name, tensor in tensors.items() if not torch.equal(tensor, others[name])]
+    assert tensors.keys() == others.keys() and not differ
 
 
 def assert_same(batch, other):
@@ -143,11 +143,10 @@ def make_batch(lengths, group_size=1, prompt_lengths=None) -> RolloutBatch:
     prompt_lengths = prompt_lengths or [1 + i // group_size for i in range(B)]
     Q = max(prompt_lengths)
     places = 100 * torch.arange(B)[:, None]
-    prompt_mask = torch.arange(Q) >= Q - torch.tensor(prompt_lengths)[:, None]
     mask = torch.arange(C) < torch.tensor(lengths)[:, None]
     return RolloutBatch(
-        prompt_ids=(places + torch.arange(Q)) * prompt_mask, prompt_mask=prompt_mask,
-        completion_ids=(places + torch.arange(C)) * mask, sampled_mask=mask, completion_mask=mask.clone(),
+        prompt_ids=(places + torch.arange(Q)) * (torch.arange(Q) >= Q - torch.tensor(prompt_lengths)[:, None]),
+        completion_ids=(places + torch.arange(C)) * mask, completion_mask=mask,
         rollout_logps=-0.5 * (places + torch.arange(C)) * mask, prompt_lengths=torch.tensor(prompt_lengths),
         lengths=torch.tensor(lengths), truncated=torch.zeros(B, dtype=torch.bool),
         trained=torch.ones(B, dtype=torch.bool), rows=torch.arange(B),
@@ -197,35 +196,20 @@ def test_windows_shorter_than_a_sequence_are_left_to_transformers(capsys, window
 
 
 @EACH_WAY
-def test_completions_of_a_prompt_stand_side_by_side(policies, family, engine):
-    batch = rollout(policies[family], engine=engine, group_size=4)
-    assert len(batch) == 12 and batch.rows.tolist() == list(range(12))
-    assert prompts_of(batch) == [PROMPTS[i // 4] for i in range(12)]
-    assert batch.prompt_mask[:, -1].all() and not batch.prompt_ids[~batch.prompt_mask].any()  # padding is on the left
-    assert batch.prompt_lengths.tolist() == [4] * 4 + [9] * 4 + [1] * 4
-    assert batch.trained.all() and torch.equal(batch.completion_mask, batch.sampled_mask)
-    bools = batch.prompt_mask, batch.completion_mask, batch.sampled_mask, batch.truncated, batch.trained
-    assert {x.dtype for x in bools} == {torch.bool}
-    integers = batch.completion_ids, batch.prompt_ids, batch.lengths, batch.prompt_lengths, batch.rows
-    assert {x.dtype for x in integers} == {torch.int64}
-    assert not batch.completion_ids.requires_grad and not batch.rollout_logps.requires_grad
-
-
-@EACH_WAY
 def test_an_end_token_cuts_a_completion_and_changes_nothing_before_it(policies, family, engine):
     which = dict(engine=engine, group_size=16, seed=4, step=2)
     free = rollout(policies[family], **which)
     values, counts = free.completion_ids.unique(return_counts=True)
     end_ids = values[counts.argsort(descending=True)[:2]].tolist()  # frequent ones: rows end at many different times
     batch = rollout(policies[family], **which, end_ids=end_ids)
-    for long, short, mask, truncated in zip(free.completion_ids.tolist(), completions(batch), batch.sampled_mask,
+    for long, short, mask, truncated in zip(free.completion_ids.tolist(), completions(batch), batch.completion_mask,
                                             batch.truncated.tolist(), strict=True):  # fmt: skip
         ends = [t for t, token in enumerate(long) if token in end_ids]
         assert short == (long[: ends[0] + 1] if ends else long) and truncated == (not ends)
         assert mask.sum() == len(short) and mask[: len(short)].all()
     assert len(set(batch.lengths.tolist())) > 4 and batch.completion_ids.shape[1] == batch.lengths.max()
-    assert not batch.completion_ids[~batch.sampled_mask].any() and not batch.rollout_logps[~batch.sampled_mask].any()
-    expected = torch.where(batch.sampled_mask, free.rollout_logps[:, : batch.lengths.max()], 0.0)
+    assert not any(x[~batch.completion_mask].any() for x in (batch.completion_ids, batch.rollout_logps))
+    expected = torch.where(batch.completion_mask, free.rollout_logps[:, : batch.lengths.max()], 0.0)
     assert_rounded(batch.rollout_logps, expected, **NORMS)
 
 
@@ -237,7 +221,7 @@ def test_all_sequences_may_end_at_the_first_token_or_none(policies, family, engi
     seen = calls(model)
     batch = sampler.generate(PROMPTS, group_size=2, temperature=1.0)
     assert batch.lengths.tolist() == [length] * 6 and batch.truncated.tolist() == [end_ids is NEVER] * 6
-    assert batch.completion_ids.shape == (6, length) and batch.sampled_mask.all()
+    assert batch.completion_ids.shape == (6, length) and batch.completion_mask.all()
     assert len(seen) == length  # nothing is computed after the last token
 
 
@@ -293,7 +277,10 @@ def test_completions_of_a_group_or_of_a_prompt_that_comes_twice_differ(policies)
 def test_prompts_together_or_one_by_one_give_the_same_tokens(policies, family, engine):
     # and groups of any size
     which = dict(engine=engine, end_ids=[3, 30, 31])
-    together = completions(rollout(policies[family], group_size=4, **which))
+    batch = rollout(policies[family], group_size=4, **which)
+    together = completions(batch)
+    assert prompts_of(batch) == [PROMPTS[i // 4] for i in range(12)]  # completions of a prompt stand side by side
+    assert not batch.completion_ids.requires_grad and not batch.rollout_logps.requires_grad
     for number, group_size in ((2, 1), (0, 4), (1, 64)):
         apart = rollout(policies[family], [PROMPTS[number]], group_size=group_size, prompt_numbers=[number], **which)
         n = min(4, group_size)
@@ -504,25 +491,31 @@ def test_prompts_and_completions_are_put_together():
     logps = -torch.arange(20.0).view(4, 5)
     batch = assemble([[5, 6, 7], [8]], 2, tokens, logps, 9, [3, 9])  # some chat models end with their pad token
     assert batch.prompt_ids.tolist() == [[5, 6, 7], [5, 6, 7], [9, 9, 8], [9, 9, 8]]
-    assert batch.prompt_mask.int().tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 1], [0, 0, 1]]
+    assert prompts_of(batch) == [[5, 6, 7], [5, 6, 7], [8], [8]]
     # no wider than the longest, whatever the limit was
     assert batch.completion_ids.tolist() == [[30, 31, 3, 9], [32, 9, 9, 9], [33, 34, 35, 0], [9, 9, 9, 9]]
-    assert batch.sampled_mask.int().tolist() == [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]]
-    assert torch.equal(batch.completion_mask, batch.sampled_mask) and torch.equal(batch.rollout_logps, logps[:, :4])
+    assert batch.completion_mask.int().tolist() == [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]]
+    assert torch.equal(batch.rollout_logps, logps[:, :4])
+    assert completions(batch) == [[30, 31, 3], [32], [33, 34, 35, 0], [9]]
     assert batch.lengths.tolist() == [3, 1, 4, 1] and batch.prompt_lengths.tolist() == [3, 3, 1, 1]
     assert batch.truncated.tolist() == [False, True, True, False]
     assert batch.trained.all() and batch.rows.tolist() == [0, 1, 2, 3] and len(batch) == 4
-    assert batch.tokens[3] is batch.lengths and batch.teacher_states is None
+    assert {x.dtype for x in (batch.completion_mask, batch.truncated, batch.trained)} == {torch.bool}
+    integers = batch.completion_ids, batch.prompt_ids, batch.lengths, batch.prompt_lengths, batch.rows
+    assert {x.dtype for x in integers} == {torch.int64}
+    assert batch.tokens[3] is batch.lengths and batch.teacher is None
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_what_moves_to_a_gpu_is_cut_without_waiting_for_it(packed):
     # tensors without data stand for those on a GPU: to look at one would be an error
     batch = make_batch([3, 1, 5, 2, 4], prompt_lengths=[2, 4, 1, 3, 3])
-    batch.teacher_states, batch.advantages = torch.ones(5, 5, 7), torch.arange(5.0)
+    batch.teacher, batch.advantages = TeacherOutput(states=torch.ones(5, 5, 7)), torch.arange(5.0)
     moved = batch.to(META)
     for field in dataclasses.fields(RolloutBatch):
         own, other = getattr(batch, field.name), getattr(moved, field.name)
+        if field.name == "teacher":
+            own, other = own.states, other.states
         if own is None or field.name in ON_HOST:
             assert other is own
         else:
@@ -534,7 +527,7 @@ def test_what_moves_to_a_gpu_is_cut_without_waiting_for_it(packed):
         assert micro.completion_ids.shape == micro.completion_mask.shape == (len(micro), micro.lengths.max())
         assert micro.prompt_ids.shape == (len(micro), micro.prompt_lengths.max())
         assert micro.advantages.shape == (len(micro),)
-        assert micro.teacher_states.shape == (len(micro), micro.lengths.max(), 7)
+        assert micro.teacher.states.shape == (len(micro), micro.lengths.max(), 7)
 
 
 def test_forward_and_backward_passes_wait_for_no_gpu(policies):
@@ -553,28 +546,28 @@ def test_select_keeps_rows_together_and_trims_padding():
     batch = make_batch([3, 1, 5, 2], prompt_lengths=[2, 4, 1, 3])
     batch.advantages = torch.tensor([0.0, 1.0, 2.0, 3.0])
     batch.old_logps = -(batch.completion_ids + 1.0)
-    batch.teacher_states = batch.completion_ids[..., None] + torch.tensor([0.0, 0.5])
+    states = batch.completion_ids[..., None] + torch.tensor([0.0, 0.5])
+    batch.teacher = TeacherOutput(states=states)
     batch.truncated = torch.tensor([True, False, False, False])
     batch.drop(torch.tensor([False, False, False, True]))
     part = batch.select(torch.tensor([3, 0]))
     assert part.rows.tolist() == [3, 0] and part.advantages.tolist() == [3.0, 0.0]
     assert part.prompt_ids.tolist() == [[300 + 1, 302, 303], [0, 2, 3]]  # columns 1 to 3 of 4
-    assert part.prompt_mask.int().tolist() == [[1, 1, 1], [0, 1, 1]]
+    assert prompts_of(part) == [[301, 302, 303], [2, 3]] and completions(part) == [[300, 301], [0, 1, 2]]
     assert part.completion_ids.tolist() == [[300, 301, 0], [0, 1, 2]]
-    assert part.sampled_mask.int().tolist() == [[1, 1, 0], [1, 1, 1]]
     assert part.completion_mask.int().tolist() == [[0, 0, 0], [1, 1, 1]]  # dropped rows keep their tokens
     assert torch.equal(part.old_logps, -(part.completion_ids + 1.0))
     assert torch.equal(part.rollout_logps, -0.5 * part.completion_ids)
-    assert torch.equal(part.teacher_states, part.completion_ids[..., None] + torch.tensor([0.0, 0.5]))
-    assert part.said == (part.teacher_states,)
+    assert torch.equal(part.teacher.tensors[0], part.completion_ids[..., None] + torch.tensor([0.0, 0.5]))
     assert part.lengths.tolist() == [2, 3] and part.prompt_lengths.tolist() == [3, 2] and part.ref_logps is None
     assert part.truncated.tolist() == [False, True] and part.trained.tolist() == [False, True]
     assert batch.prompt_ids.shape == (4, 4) and batch.completion_ids.shape == (4, 5)  # the whole is left as it was
     assert part.select(torch.tensor([1])).rows.tolist() == [0]  # the place in the rollout
-    batch.teacher_ids, batch.teacher_logps = batch.teacher_states.int(), batch.teacher_states
-    batch.teacher_tail_logp, batch.teacher_token_logps = batch.completion_ids.float(), batch.rollout_logps
-    batch.teacher_states = None
-    assert [x.shape for x in batch.select(torch.tensor([1])).said] == [(1, 1, 2), (1, 1, 2), (1, 1), (1, 1)]
+    pair = dict(tail_logp=batch.completion_ids.float(), token_logps=batch.rollout_logps)
+    batch.teacher = TeacherOutput(ids=states.int(), logps=states, **pair)
+    part = batch.select(torch.tensor([1]))
+    assert [x.shape for x in part.teacher.tensors] == [(1, 1, 2), (1, 1, 2), (1, 1), (1, 1)]
+    assert_equal(RolloutBatch.from_state_dict(part.state_dict()), part)
 
 
 def test_drop_takes_rows_out_of_the_loss_only():
@@ -619,9 +612,10 @@ def test_minibatches_hold_every_row_once(num_minibatches, micro_batch_tokens, pa
             assert micro.lengths.tolist() == [lengths[row] for row in rows]
             assert micro.prompt_lengths.tolist() == [prompt_lengths[row] for row in rows]
             # the ids tell the row, so nothing went astray
-            for ids, mask, sizes in ((micro.completion_ids, micro.completion_mask, micro.lengths),
-                                     (micro.prompt_ids, micro.prompt_mask, micro.prompt_lengths)):  # fmt: skip
-                assert (ids // 100)[mask].tolist() == micro.rows.repeat_interleave(sizes).tolist()
+            assert torch.equal(micro.completion_ids[micro.completion_mask], torch.cat(micro.completions))
+            for ids, tokens, sizes in ((micro.completion_ids, micro.completions, micro.lengths),
+                                       (micro.prompt_ids, micro.prompts, micro.prompt_lengths)):  # fmt: skip
+                assert (torch.cat(tokens) // 100).tolist() == micro.rows.repeat_interleave(sizes).tolist()
                 assert ids.shape[1] == sizes.max()  # no column of pure padding
         for micro, following in itertools.pairwise(minibatch):  # none is smaller than it must be
             more = batch.select(torch.cat([micro.rows, following.rows[:1]]))
@@ -719,5 +713,5 @@ def test_rows_put_into_a_batch_are_those_of_the_other_and_the_rest_stays(lengths
     # nothing is left of what was longer
     assert result.completion_ids.shape[1] == max(map(len, expected)) and result.prompt_ids.shape[1] == 7
     assert result.rows.tolist() == [0, 1, 2, 3] and result.truncated.tolist() == [False, False, False, True]
-    assert result.sampled_mask.sum(1).tolist() == result.lengths.tolist() == list(map(len, expected))
+    assert result.completion_mask.sum(1).tolist() == result.lengths.tolist() == list(map(len, expected))
     assert torch.equal(result.rollout_logps[0, :3], batch.rollout_logps[0, :3])

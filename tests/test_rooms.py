@@ -22,6 +22,8 @@ FLOORS = (
     ("common.generation", "common.training"),
     # checkpoints, metrics, guards, rules | teachers and the divergences from them | whether a run fits, beforehand
     ("common.run", "common.distill", "common.planning"),
+    # the nouns of a training script: policy, sampler, scorer, trainer, run
+    ("common.loop",),
     # posters: layouts, rewards for them, a reward server, data, and training scripts
     ("grpo.poster",),
 )

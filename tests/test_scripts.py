@@ -184,7 +184,7 @@ def test_sampling_and_scoring_are_done_as_asked_and_said(launcher, tmp_path, scr
 @pytest.mark.parametrize("family, dtype", [("gpt2", "bf16"), parity("gpt2", "fp32"), parity("qwen2", "bf16")])
 def test_at_learning_rate_0_nothing_moves(launcher, model_folders, family, dtype):
     # every ratio is 1 exactly, or else the update sees other numbers than the rollout: GPT-2 has dropout in its config
-    options = dict(learning_rate=0, gspo_epochs=2, kl_coef=0, dtype=dtype, policy_model=model_folders[family])
+    options = dict(learning_rate=0, epochs=2, kl_coef=0, dtype=dtype, policy_model=model_folders[family])
     run = launcher.trained("gspo", truncated="keep", **options, **NEVER_ENDING)
     for line in run.steps:
         assert line["ratio_max"] == 1.0 and line["clip_fraction"] == line["out_of_range"] == line["kl_old"] == 0.0

@@ -41,9 +41,9 @@ ALLOWED = {
     "what came over HTTP has been made into texts and numbers before it goes there",
     ("grpo/poster/scorers.py", "import_module"): "the scorer that the user names on the command line",
     ("grpo/poster/scorers.py", "spec_from_file_location"): "the same",
-    ("scripts/benchmark.py", "multiprocessing"): "a process that it starts itself, for a function of its own",
-    ("scripts/benchmark.py", "ProcessPoolExecutor"): "the same",
-    ("scripts/benchmark.py", "run_path"): "a script of this project",
+    ("scripts/dev/benchmark.py", "multiprocessing"): "a process that it starts itself, for a function of its own",
+    ("scripts/dev/benchmark.py", "ProcessPoolExecutor"): "the same",
+    ("scripts/dev/benchmark.py", "run_path"): "a script of this project",
 }
 
 
@@ -150,7 +150,7 @@ def test_the_audit_passes_only_when_every_pin_was_checked(found, code, said, tmp
     )
     python.chmod(0o755)
     environment = {**os.environ, "PYTHON": str(python)}
-    run = subprocess.run(["bash", ROOT / "scripts/audit.sh"], env=environment, capture_output=True, text=True)
+    run = subprocess.run(["bash", ROOT / "scripts/dev/audit.sh"], env=environment, capture_output=True, text=True)
     assert (run.returncode, said in run.stdout + run.stderr) == (code, True), run.stdout + run.stderr
 
 

@@ -152,11 +152,10 @@ def test_top_k_is_that_of_the_models_own_logits(server, model, monkeypatch, top_
     client.fill(micros)
     K = min(top_k or shared, shared)
     for micro in micros:
-        for i, n in enumerate(micro.lengths.tolist()):
-            completion, prompt = micro.completion_ids[i, :n], micro.prompt_ids[i][micro.prompt_mask[i]]
+        for i, (prompt, completion) in enumerate(zip(micro.prompts, micro.completions, strict=True)):
             logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1, :shared]
             expected = (logits / 0.7).log_softmax(-1)
-            got = [getattr(micro, f"teacher_{name}")[i] for name in ("ids", "logps", "tail_logp", "token_logps")]
+            got, n = [x[i] for x in micro.teacher.tensors], len(completion)
             ids, logps, tail_logp, token_logps = (x[:n] for x in got)
             assert_near(logps, expected.topk(K).values)
             assert_near(expected.gather(1, ids.long()), logps)
@@ -171,7 +170,7 @@ def test_numbers_do_not_depend_on_how_requests_are_cut(server):
     for workers, micro_batch_tokens, cut in ((1, 0, 60), (1, 12, 60), (3, 30, 60), (3, 0, 1)):
         micros = micro_batches(cut=cut)
         server.client(workers=workers).fill(micros, micro_batch_tokens)
-        logps = {int(row): micro.teacher_token_logps[i, : micro.lengths[i]] for micro in micros
+        logps = {int(row): micro.teacher.token_logps[i, : micro.lengths[i]] for micro in micros
                  for i, row in enumerate(micro.rows)}  # fmt: skip
         filled.append(torch.cat([logps[row] for row in sorted(logps)]))
     for other in filled[1:]:
@@ -213,7 +212,7 @@ def test_what_the_server_says_of_itself(server, tokenizer):
     client = server.client()
     assert client.vocabulary() == tokenizer.get_vocab()
     assert client.tokenizer_hash == teacher_client.vocabulary_hash(tokenizer.get_vocab())
-    assert client.habits.items() >= teachers.habits(tokenizer).items()
+    assert client.tokenizer_traits.items() >= teachers.tokenizer_traits(tokenizer).items()
     assert (client.vocabulary_size, client.max_top_k, client.shared, client.head) == (V, V, V, None)
     client.fill(micro_batches(1))
     lines = requests.get(f"{server.url}/metrics").text.splitlines()

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.tools
 
 
 def load_script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, *(ROOT / "scripts").rglob(f"{name}.py"))  # also in dev/
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses look themselves up
     spec.loader.exec_module(module)
     return module
@@ -129,7 +129,7 @@ def evaluate(monkeypatch, capsys, tmp_path):
 
         sampler = SimpleNamespace(generate=generate)
         monkeypatch.setattr(evaluation.models, "load_policy", lambda *args: (build_tokenizer(), None))
-        monkeypatch.setattr(evaluation.models, "end_token_ids", lambda *args: [3])
+        monkeypatch.setattr(evaluation.sources, "end_token_ids", lambda *args: [3])
         monkeypatch.setattr(evaluation.rollout, "Sampler", lambda *args, **options: sampler)
         (data := tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         out = tmp_path / "out.jsonl"

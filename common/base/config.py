@@ -12,7 +12,7 @@ import textwrap
 import tokenize
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 from common.base.checks import require_numbers
 
@@ -28,18 +28,29 @@ def comments(cls: type) -> dict[str, str]:
     Returns:
         Field name -> comment without the "#"; "" for a field without one.
     """
-    source = textwrap.dedent(inspect.getsource(cls))
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    by_line = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
-    fields = [node for node in ast.parse(source).body[0].body if isinstance(node, ast.AnnAssign)]
-    return {node.target.id: by_line.get(node.end_lineno, "") for node in fields}
+    found = {}
+    for base in _dataclasses(cls):
+        source = textwrap.dedent(inspect.getsource(base))
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        by_line = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+        fields = [node for node in ast.parse(source).body[0].body if isinstance(node, ast.AnnAssign)]
+        own = {node.target.id: by_line.get(node.end_lineno, "") for node in fields}
+        found = {**own, **found}  # a class may name an inherited field again
+    return found
+
+
+def _dataclasses(cls: type) -> list[type]:
+    """A dataclass and the dataclasses that it inherits from, itself first."""
+    return [base for base in cls.__mro__ if dataclasses.is_dataclass(base)]
 
 
 def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
     """Reads a Config from the command line: `--name value` is the same as editing the field's line.
 
+    `--help` shows the fields of `cls` first, then inherited ones under the first line of their class's docstring.
+
     Args:
-        cls: a dataclass with fields of type str, int, float or bool.
+        cls: a dataclass with fields of type str, int, float, bool or Literal of texts.
         argv: the arguments; those of the process by default.
 
     Returns:
@@ -50,13 +61,17 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
     """
     parser = argparse.ArgumentParser(description=cls.__doc__, allow_abbrev=False)
     helps, types = comments(cls), get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        text = f"{helps.get(field.name, '')} (default: {field.default!r})".replace("%", "%%").strip()
-        kind = types[field.name]
-        if kind is bool:
-            parser.add_argument(f"--{field.name}", type=_bool, nargs="?", const=True, default=field.default, help=text)
-        else:
-            parser.add_argument(f"--{field.name}", type=kind, default=field.default, help=text)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for base in _dataclasses(cls):
+        group = parser if base is cls else parser.add_argument_group(base.__doc__.splitlines()[0].rstrip("."))
+        for name in [name for name in inspect.get_annotations(base) if name in fields]:
+            field, kind = fields.pop(name), types[name]
+            text = f"{helps[name]} (default: {field.default!r})".replace("%", "%%").strip()
+            if kind is bool:
+                group.add_argument(f"--{name}", type=_bool, nargs="?", const=True, default=field.default, help=text)
+            else:
+                kind = str if get_origin(kind) is Literal else kind
+                group.add_argument(f"--{name}", type=kind, default=field.default, help=text)
     argv = [_underscored(arg) for arg in (sys.argv[1:] if argv is None else argv)]
     values, unknown = parser.parse_known_args(argv)
     if unknown:

@@ -1,220 +1,182 @@
-"""GPU ids at the top of a script -> devices, checked before anything is loaded."""
+"""GPU constants at the top of a script -> devices, checked before anything is loaded."""
 
 import dataclasses
 import os
 import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from common.base.checks import require
 from common.base.distributed import print_main
 
 GIB = 2**30
+CONSTANTS = {  # the line of a script that places a role
+    "policy": "POLICY_GPU_IDS",
+    "student": "STUDENT_GPU_IDS",
+    "rollout": "ROLLOUT_GPU_IDS",
+    "reference": "REFERENCE_GPU_ID",
+    "reward": "REWARD_GPU_ID",
+    "teacher": "TEACHER_GPU_IDS",
+    "embedder": "SIMILARITY_GPU_IDS",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where each role lives. Ids are those the process sees: CUDA_VISIBLE_DEVICES renumbers them from 0."""
+    """Which device each role of a process uses. CUDA_VISIBLE_DEVICES renumbers GPUs from 0.
 
-    policy: tuple[torch.device, ...]  # the first also holds the optimizer
-    reference: torch.device
-    reward: torch.device
-    rollout: tuple[torch.device, ...] = ()  # those that sample, where a script lets others than the policy's do so
+    Attributes:
+        trained: one replica of the policy or student on each; the first also holds the optimizer.
+        copies: replicas that only sample.
+        sampling: indices into (*trained, *copies) of the replicas that sample.
+        reference: device of the frozen reference.
+        reward: device of the reward model.
+        teacher: devices that the teacher's layers are spread over; empty if it is served elsewhere.
+        embedder: one copy of the embedding model on each.
+    """
+
+    trained: tuple[torch.device, ...]
+    copies: tuple[torch.device, ...] = ()
+    sampling: tuple[int, ...] = (0,)
+    reference: torch.device | None = None
+    reward: torch.device | None = None
+    teacher: tuple[torch.device, ...] = ()
+    embedder: tuple[torch.device, ...] = ()
+
+    @property
+    def home(self) -> torch.device:
+        """Device of the optimizer and of gathered results."""
+        return self.trained[0]
+
+    @property
+    def rollout(self) -> tuple[torch.device, ...]:
+        """Devices that sample."""
+        return tuple((*self.trained, *self.copies)[i] for i in self.sampling)
 
     @property
     def all(self) -> list[torch.device]:
-        """Every device once, in the order of the roles."""
-        return list(dict.fromkeys([*self.policy, self.reference, self.reward, *self.rollout]))
+        """Every device once."""
+        frozen = [d for d in (self.reference, self.reward, *self.teacher) if d is not None]
+        return list(dict.fromkeys([*self.trained, *frozen, *self.copies, *self.embedder]))
 
-    @property
-    def replicas(self) -> list[torch.device]:
-        """Those with a copy of the policy: those that train it, then those that only sample."""
-        return list(dict.fromkeys([*self.policy, *self.rollout]))
+    def of(self, role: str) -> tuple[torch.device, ...]:
+        """Devices of a role.
+
+        Args:
+            role: a key of CONSTANTS.
+        """
+        found = self.trained if role in ("policy", "student") else getattr(self, role)
+        return found if isinstance(found, tuple) else (found,)
 
 
-def layout(
-    policy: tuple[int, ...],
-    reference: int,
-    reward: int,
-    device: str = "auto",
-    rollout: tuple[int, ...] | None = (),
-) -> Layout:
-    """Checks the GPU ids of a script and turns them into devices.
+def gpu_numbers(
+    roles: Mapping[str, Sequence[int] | int | None], local_rank: int = 0, ranks: int = 1
+) -> dict[str, tuple[int, ...]]:
+    """GPU numbers of every role, as a machine with enough GPUs would use them.
 
     Args:
-        policy: GPU ids of the policy replicas.
-        reference: GPU id of the frozen reference.
-        reward: GPU id of the reward model.
-        device: "cuda" (the GPUs named), "cpu" (everything on the CPU), or "auto" (the GPUs named if this machine has
-            any GPU, else the CPU, which is said).
-        rollout: GPU ids that sample; None: all of those above; empty: the script has no such constant.
+        roles: values of a script's constants by role (keys of CONSTANTS), the trained role first. None means for the
+            trained role: one process per GPU, each on the GPU of its local rank; for "rollout": the trained replicas
+            sample; for other roles: the first GPU of the trained role.
+        local_rank: rank of the process on this machine.
+        ranks: processes of the run.
 
     Returns:
-        The devices of each role.
+        Numbers by role.
 
     Raises:
-        ValueError: ids that cannot be, or fewer GPUs visible than named; it says how many are needed, how many there
-            are, and which lines to change.
+        ValueError: a constant that is no GPU number or tuple of them, or a combination that cannot work.
     """
-    if device not in ("auto", "cuda", "cpu"):
-        raise ValueError(f"device = {device!r}: must be auto, cuda or cpu")
-    roles = (policy, (reference,), (reward,), () if rollout is None else rollout)
-    if not policy or not all(map(_are_numbers, roles)):
-        given = f", ROLLOUT_GPU_IDS = {rollout}" if rollout else ""
-        raise ValueError(
-            f"POLICY_GPU_IDS = {policy}, REFERENCE_GPU_ID = {reference}, REWARD_GPU_ID = {reward}{given}: must be GPU "
-            "numbers from 0, in a tuple such as (0,) where there may be several, at least one for the policy and none "
-            "twice in a role; edit these lines at the top of the script"
-        )
-    sampling = tuple(dict.fromkeys([*policy, reference, reward])) if rollout is None else rollout
-    ids = [*policy, reference, reward, *sampling]
-    found = torch.cuda.device_count()
-    if device == "cpu" or (device == "auto" and found == 0):
+    trained = next(iter(roles))
+    lines = {role: f"{CONSTANTS[role]} = {value!r}" for role, value in roles.items()}
+    one = ("reference", "reward")
+    given = {role: (value,) if role in one else value for role, value in roles.items() if value is not None}
+    valid = all(_are_numbers(ids) and (ids or role == "teacher") for role, ids in given.items())
+    remedy = "edit these lines at the top of the script"
+    require(valid, ", ".join(lines.values()), "must be GPU numbers from 0, none twice in a role, in tuples such as "
+            "(0,) for ..._GPU_IDS; or None", remedy)  # fmt: skip
+    if trained in given:
+        require(ranks == 1, f"{lines[trained]}, {ranks} processes", "every process would use the same GPUs",
+                f"start the script with python; or set {CONSTANTS[trained]} to None, one process per GPU")  # fmt: skip
+    else:
+        require("rollout" not in given, f"{lines[trained]}, {lines.get('rollout')}", "with one process per GPU, each "
+                "samples on its own", "set ROLLOUT_GPU_IDS to None")  # fmt: skip
+    own = given.get(trained, (local_rank,))
+    shared = trained == "student" and set(own) & set(given.get("rollout", ()))
+    require(not shared, ", ".join(lines.values()), "a GPU cannot both train the student and hold a copy that samples",
+            f"set ROLLOUT_GPU_IDS to None to sample on the student's GPUs; {remedy}")  # fmt: skip
+    usual = {role: own if role in (trained, "rollout") else own[:1] for role in roles}
+    return {role: tuple(given.get(role, usual[role])) for role in roles}
+
+
+def layout(device: str = "auto", **roles: Sequence[int] | int | None) -> Layout:
+    """Checks the GPU constants of a script and turns them into devices.
+
+    Args:
+        device: "cuda" (the GPUs named), "cpu" (everything on the CPU), or "auto" (the GPUs named if this machine has
+            any, else the CPU, with a message).
+        **roles: as in `gpu_numbers`.
+
+    Raises:
+        ValueError: as in `gpu_numbers`; or fewer GPUs are visible than named: how many are needed, how many there are,
+            and the lines to change.
+    """
+    require(device in ("auto", "cuda", "cpu"), f"device = {device!r}", "must be auto, cuda or cpu", "choose one")
+    local_rank, processes, ranks = (
+        int(os.environ.get(name, usual))
+        for name, usual in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), ("WORLD_SIZE", 1))
+    )
+    numbers = gpu_numbers(roles, local_rank, max(ranks, processes))
+    trained = next(iter(roles))
+    visible = torch.cuda.device_count()
+    if device == "cpu" or (device == "auto" and visible == 0):
         if device == "auto":
             print_main("no GPU visible: running on the CPU; with --device cuda that is an error")
         cpu = torch.device("cpu")
-        return Layout((cpu,), cpu, cpu, (cpu,) if sampling else ())
+        # one replica, and one copy if the GPUs that sample are all others
+        apart = not set(numbers[trained]) & set(numbers.get("rollout", numbers[trained]))
+        places = {role: (cpu,) * bool(ids) for role, ids in numbers.items()}
+        copies, sampling = (cpu,) * apart, (int(apart),)
+    else:
+        _require_visible(roles, numbers, processes, visible)
+        places = {role: tuple(torch.device("cuda", i) for i in ids) for role, ids in numbers.items()}
+        rollout = places.get("rollout", places[trained])
+        copies = tuple(d for d in rollout if d not in places[trained])
+        sampling = tuple(i for i, d in enumerate((*places[trained], *copies)) if d in rollout)
+    return Layout(
+        places[trained], copies, sampling,
+        *(places[role][0] if role in places else None for role in ("reference", "reward")),
+        *(places.get(role, ()) for role in ("teacher", "embedder")),
+    )  # fmt: skip
+
+
+def _require_visible(roles: Mapping[str, Any], numbers: Mapping[str, tuple[int, ...]], processes: int, visible: int):
+    """Requires as many GPUs as are named; otherwise proposes lines for the GPUs there are."""
+    trained = next(iter(roles))
+    per_rank = roles[trained] is None
+    ids = {i for own in numbers.values() for i in own} | set(range(processes) if per_rank else ())
     needed = max(ids) + 1
-    if found < needed:
-        last = max(0, found - 1)
-        fitting = tuple(range(max(1, min(len(policy), last))))
+    if needed <= visible:
+        return
+    if per_rank:
+        named = [CONSTANTS[role] for role in roles if roles[role] is not None and role != trained]
+        instead = f"set {' and '.join(named)} to None, " if named else ""
         raise ValueError(
-            f"this layout needs {needed} GPUs (ids {sorted(set(ids))}), {found} visible. Edit the lines at the top of "
-            f"the script, for {max(1, found)} GPU(s) to\n"
-            f"    POLICY_GPU_IDS = {fitting}\n    REFERENCE_GPU_ID = {last}\n    REWARD_GPU_ID = {last}\n"
-            f"{'    ROLLOUT_GPU_IDS = None' + chr(10) if rollout else ''}or pass --device cpu to run without GPUs"
+            f"{processes} process(es) on this machine and GPU ids {sorted(ids)} need {needed} GPUs, {visible} visible: "
+            f"lower torchrun --nproc_per_node, {instead}or pass --device cpu"
         )
-    cuda = [torch.device("cuda", i) for i in range(needed)]
-    return Layout(tuple(cuda[i] for i in policy), cuda[reference], cuda[reward], tuple(cuda[i] for i in sampling))
-
-
-@dataclasses.dataclass(frozen=True)
-class DistillationLayout:
-    """Where each role of a distillation lives, by the ids that the process sees."""
-
-    student: tuple[torch.device, ...]  # the first also holds gradients and optimizer
-    rollout: tuple[torch.device, ...] | None  # None: the student's, whose weights are then the ones sampled from
-    teacher: tuple[torch.device, ...]  # its layers are spread over them
-
-    @property
-    def all(self) -> list[torch.device]:
-        """Every device once, in the order of the roles."""
-        return list(dict.fromkeys([*self.student, *(self.rollout or ()), *self.teacher]))
-
-
-def distillation_layout(
-    student: tuple[int, ...], rollout: tuple[int, ...] | None, teacher: tuple[int, ...], device: str = "auto"
-) -> DistillationLayout:
-    """Checks the GPU ids of a distillation script and turns them into devices.
-
-    Args:
-        student: GPU ids of the student's replicas.
-        rollout: GPU ids of the copies that sample; None: the student's GPUs sample.
-        teacher: GPU ids that the teacher is spread over; empty: it is elsewhere.
-        device: as in `layout`.
-
-    Raises:
-        ValueError: as in `layout`; or a GPU that is to train and to hold a copy that samples.
-    """
-    if device not in ("auto", "cuda", "cpu"):
-        raise ValueError(f"device = {device!r}: must be auto, cuda or cpu")
-    roles = {"STUDENT_GPU_IDS": student, "ROLLOUT_GPU_IDS": rollout, "TEACHER_GPU_IDS": teacher}
-    given = ", ".join(f"{name} = {ids}" for name, ids in roles.items())
-    copies = () if rollout is None else rollout
-    holds = all(map(_are_numbers, (student, copies, teacher))) and not set(student) & set(copies)
-    if not student or (rollout is not None and not copies) or not holds:
-        raise ValueError(
-            f"{given}: must be GPU numbers from 0, in tuples such as (0,), at least one for the student, none twice in "
-            "a role, and none both for the student and for rollouts (ROLLOUT_GPU_IDS = None samples on the student's "
-            "GPUs); edit these lines at the top of the script"
-        )
-    ids = {*student, *copies, *teacher}
-    found = torch.cuda.device_count()
-    if device == "cpu" or (device == "auto" and found == 0):
-        if device == "auto":
-            print_main("no GPU visible: running on the CPU; with --device cuda that is an error")
-        cpu = (torch.device("cpu"),)
-        return DistillationLayout(cpu, rollout and cpu, cpu)
-    if found <= max(ids):
-        last = max(0, found - 1)
-        raise ValueError(
-            f"this layout needs {max(ids) + 1} GPUs (ids {sorted(ids)}), {found} visible. Edit the lines at the top of "
-            f"the script, for {max(1, found)} GPU(s) to\n    STUDENT_GPU_IDS = {tuple(range(max(1, last)))}\n"
-            f"    ROLLOUT_GPU_IDS = None\n    TEACHER_GPU_IDS = {(last,)}\nor pass --device cpu to run without GPUs"
-        )
-    student, rollout, teacher = (ids and tuple(torch.device("cuda", i) for i in ids) for ids in roles.values())
-    return DistillationLayout(student, rollout, teacher)
-
-
-def layout_of_rank(
-    reference: int | None,
-    reward: int | None,
-    device: str = "auto",
-    constants: str = "REFERENCE_GPU_ID and REWARD_GPU_ID",
-) -> Layout:
-    """The layout of one process of a torchrun: its policy is on the GPU of its local rank.
-
-    Args:
-        reference: GPU id of the frozen reference, one copy per process there; None: the process's own GPU.
-        reward: GPU id of the reward model, likewise.
-        device: as in `layout`.
-        constants: how the script names the first two, for the message.
-
-    Raises:
-        ValueError: as in `layout`; the number of processes per machine counts as the number of policy GPUs.
-    """
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    own = [local_rank if id_ is None else id_ for id_ in (reference, reward)]
-    if not all(_are_numbers((id_,)) for id_ in own):
-        named = zip(constants.split(" and "), (reference, reward), strict=False)  # a script may have the first only
-        given = ", ".join(f"{name} = {id_!r}" for name, id_ in named)
-        raise ValueError(f"{given}: must be None, or a GPU number from 0; edit the line at the top of the script")
-    found, needed = torch.cuda.device_count(), max(processes - 1, *own) + 1
-    if found < needed and (device == "cuda" or (device == "auto" and found)):
-        raise ValueError(
-            f"{processes} process(es) on this machine and GPU ids {sorted({*range(processes), *own})} need {needed} "
-            f"GPUs, {found} visible: lower torchrun --nproc_per_node, set {constants} to None, or pass "
-            "--device cpu"
-        )
-    gpus = layout(tuple(range(processes)), *own, device)
-    return gpus if gpus.policy[0].type == "cpu" else dataclasses.replace(gpus, policy=(gpus.policy[local_rank],))
-
-
-def distillation_layout_of_rank(teacher: int | None, device: str = "auto") -> DistillationLayout:
-    """The layout of one process of a torchrun: its student is on the GPU of its local rank.
-
-    Args:
-        teacher: GPU id of the teacher, one copy per process there; None: the process's own GPU.
-        device: as in `layout`.
-
-    Raises:
-        ValueError: as in `layout_of_rank`.
-    """
-    gpus = layout_of_rank(teacher, None, device, "TEACHER_GPU_ID")
-    return DistillationLayout(gpus.policy, None, (gpus.reference,))
-
-
-def role(name: str, ids: tuple[int, ...] | None, home: torch.device) -> list[torch.device]:
-    """The devices of a role that has a constant of its own.
-
-    Args:
-        name: of the constant, for the message.
-        ids: GPU ids; None: the device of the policy.
-        home: the device of the policy; on a CPU every role is there.
-
-    Raises:
-        ValueError: a GPU named twice or not there, or none named.
-    """
-    if ids is None or home.type == "cpu":
-        return [home]
-    found = torch.cuda.device_count()
-    if not _are_numbers(ids) or not ids or max(ids) >= found:
-        raise ValueError(
-            f"{name} = {ids}: must be None, or different GPU numbers below the {found} visible; edit the line at the "
-            "top of the script"
-        )
-    return [torch.device("cuda", i) for i in ids]
+    last = max(0, visible - 1)
+    fitting = {role: last if CONSTANTS[role].endswith("ID") else (last,) for role in roles}
+    fitting |= {trained: tuple(range(max(1, min(len(numbers[trained]), last)))), "rollout": None, "embedder": None}
+    lines = [
+        f"    {CONSTANTS[role]} = {fitting[role] if roles[role] not in (None, ()) else roles[role]}" for role in roles
+    ]
+    raise ValueError(
+        f"this layout needs {needed} GPUs (ids {sorted(ids)}), {visible} visible. Edit the lines at the top of the "
+        f"script, for {max(1, visible)} GPU(s) to\n" + "\n".join(lines) + "\nor pass --device cpu to run without GPUs"
+    )
 
 
 def _are_numbers(ids: Any) -> bool:

@@ -133,6 +133,15 @@ def sum_over_ranks(value: float) -> float:
     return sum(gather_objects(value))
 
 
+def own_share(values: torch.Tensor) -> torch.Tensor:
+    """Rows of this rank, of a tensor that has those of all ranks, one after the other.
+
+    Args:
+        values: [num_ranks * n, ...].
+    """
+    return values.chunk(num_ranks())[rank()]
+
+
 def any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank; a collective."""
     return any(gather_objects(flag))

@@ -1,15 +1,15 @@
-"""What distillation computes from last hidden states: divergences of a student from a teacher, chunk by chunk.
+"""Divergences of a student from a teacher, computed from last hidden states, chunk by chunk.
 
-A teacher hands over the hidden states of the completion tokens, [N, H] numbers instead of [N, V] logits, and its output
-head. Both heads are applied here, to some tokens at a time, and the gradient of the student's logits goes at once into
-that of its hidden states and its head: the logits of neither side ever exist as a whole, and none is computed twice.
+A teacher hands over the hidden states of the completion tokens, [N, H] numbers instead of [N, V] logits,
+and its output head. Both heads are applied here to one chunk of tokens at a time, and the gradient of the
+student's logits goes at once into that of its hidden states and its head: the full logits of neither side
+ever exist, and none are computed twice.
 
 Dims: m sequences, C completion tokens of one at most, N of all together, n of those in one chunk, H hidden size of the
 student, Ht of the teacher, V vocabulary, K the teacher's top k.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -39,9 +39,9 @@ class HiddenStates(LogProbs):
 
         Args:
             prompt_ids: [m, Q] int64, padded on the left.
-            prompt_mask: [m, Q] bool.
+            prompt_mask: [m, Q] bool, or lengths, as in `LogProbs.forward`.
             completion_ids: [m, C] int64, padded on the right.
-            completion_mask: [m, C] bool.
+            completion_mask: [m, C] bool, or lengths.
 
         Returns:
             [m, C, Ht] in the dtype of the model, 0 where masked; in a tuple, as `logprobs.fill` takes it.
@@ -52,7 +52,7 @@ class HiddenStates(LogProbs):
 
 
 class Divergences(LogProbs):
-    """A student as the distillation loss sees it: tokens and what the teacher said of them in, loss out."""
+    """A student as the distillation loss sees it: tokens and the teacher's output in, loss out."""
 
     def __init__(
         self, model: nn.Module, temperature: float, compile: bool, beta: float, shared: int, head: "Head | None"
@@ -87,34 +87,33 @@ class Divergences(LogProbs):
         completion_ids: torch.Tensor,
         completion_mask: torch.Tensor,
         weights: torch.Tensor,
-        *said: torch.Tensor,
+        *teacher: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weighted sum of the divergences, and what there is to report.
+        """Weighted sum of the divergences, and values to report.
 
         Args:
             prompt_ids: [m, Q] int64, padded on the left.
-            prompt_mask: [m, Q] bool.
+            prompt_mask: [m, Q] bool, or lengths, as in `LogProbs.forward`.
             completion_ids: [m, C] int64, padded on the right.
-            completion_mask: [m, C] bool.
+            completion_mask: [m, C] bool, or lengths.
             weights: [m, C] fp32, of each token in the loss: 1 / trained tokens, or 0.
-            *said: the teacher's last hidden states [m, C, Ht]; or its top k: ids [m, C, K], their log-probabilities
-                [m, C, K], log of the mass of all others [m, C], log-probabilities of the completion's tokens [m, C].
+            *teacher: `batches.TeacherOutput.tensors`: last hidden states, or a top k.
 
         Returns:
             The loss [1] fp32, and [m, C, 6] fp32 without gradient: VALUES, 0 where masked.
         """
         hidden_NH, place = self.states(prompt_ids, prompt_mask, completion_ids, completion_mask)
         output, device = self.model.get_output_embeddings(), hidden_NH.device
-        # without gradients `needs_input_grad` is still that of the weights, and theirs would be made for nothing
+        # `needs_input_grad` ignores no_grad, and gradients of the weights would be computed for nothing
         own = (x if torch.is_grad_enabled() else _detached(x) for x in (output.weight, output.bias))
-        of_tokens = [x[place] for x in said]
+        teacher_N = [x[place] for x in teacher]
         if self.head is not None:
             target = Full(self.head.on(device), self.shared, self.beta, self.temperature, self.compiled)
         else:
             target = TopK(self.beta, self.temperature, self.compiled)
         loss, values_6N = _Divergence.apply(
             hidden_NH, *own, weights[place], softcap_of(self.model), self.shared, target, completion_ids[place],
-            *of_tokens,
+            *teacher_N,
         )  # fmt: skip
         values_mC6 = torch.zeros(*completion_ids.shape, len(VALUES), device=device)
         return loss, values_mC6.index_put(place, values_6N.t())
@@ -165,7 +164,7 @@ class Full:
 
 
 class TopK:
-    """Divergence over the top k of a teacher behind a wire, and a tail."""
+    """Divergence over a teacher's top k and the tail, from what a server sends."""
 
     rule = staticmethod(divergences.topk)
 
@@ -192,10 +191,11 @@ def _weighted(
 
 
 def _apply(
-    target: Full | TopK, logits_nV: torch.Tensor, inputs: tuple, factor_n: torch.Tensor, *how: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`_weighted` for a chunk, whose logits are used up; some rows at a time, in less memory."""
-    rows, dtype = -(-len(logits_nV) // (COMPILED_SLICES if target.compile else SLICES)) or 1, how[-1]
+    target: Full | TopK, logits_nV: torch.Tensor, inputs: tuple, factor_n: torch.Tensor, softcap: float | None,
+    dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """`_weighted` for a chunk, a slice at a time to save memory; overwrites the logits."""
+    rows = -(-len(logits_nV) // (COMPILED_SLICES if target.compile else SLICES)) or 1
     grad_nV = None
     if dtype is not None:  # where it can, the gradient takes the place of the logits
         grad_nV = logits_nV if dtype == logits_nV.dtype else torch.empty_like(logits_nV, dtype=dtype)
@@ -204,7 +204,7 @@ def _apply(
     for start in range(0, max(1, len(logits_nV)), rows):
         part = slice(start, start + rows)
         cut = tuple(x[part] for x in inputs)
-        value, grad = rule(target.rule, logits_nV[part], cut, target.options, factor_n[part], *how)
+        value, grad = rule(target.rule, logits_nV[part], cut, target.options, factor_n[part], softcap, dtype)
         values.append(value)
         if grad is not None:
             grad_nV[part] = grad
@@ -212,11 +212,11 @@ def _apply(
 
 
 class _Divergence(torch.autograd.Function):
-    """Weighted sum over N tokens, from hidden states. The weights are known, so the gradient is made on the way."""
+    """Weighted sum over N tokens, from hidden states. Weights are known, so forward computes the gradient, too."""
 
     @staticmethod
     def forward(
-        ctx, hidden_NH, weight_VH, bias_V, weights_N, softcap, shared, target: Full | TopK, ids_N, *said_N
+        ctx, hidden_NH, weight_VH, bias_V, weights_N, softcap, shared, target: Full | TopK, ids_N, *teacher_N
     ) -> tuple[torch.Tensor, torch.Tensor]:
         train_hidden, train_weight, train_bias = ctx.needs_input_grad[:3]
         operand_VH, bias = operand(weight_VH)[:shared], None if bias_V is None else bias_V[:shared]
@@ -228,11 +228,12 @@ class _Divergence(torch.autograd.Function):
         largest = torch.cat([weights_N.abs(), weights_N.new_full((1,), 1e-30)]).amax()
         scale = FP16_SCALE if dtype == torch.float16 else 1.0
         values, start = [], 0
-        for hidden_nH, factor_n, ids_n, *said_n in chunks(hidden_NH, weights_N * (scale / largest), ids_N, *said_N):
+        factor_N = weights_N * (scale / largest)
+        for hidden_nH, factor_n, ids_n, *teacher_n in chunks(hidden_NH, factor_N, ids_N, *teacher_N):
             logits_nV = project(hidden_nH, operand_VH, bias, softcap)
-            inputs = target.inputs(ids_n, *said_n)
+            inputs = target.inputs(ids_n, *teacher_n)
             values_6n, grad_nV = _apply(target, logits_nV, inputs, factor_n, softcap, dtype)
-            del logits_nV, inputs  # or they would stand beside the next ones
+            del logits_nV, inputs  # before the next ones are allocated
             values.append(values_6n)
             if train_hidden:
                 grad_NH[start : start + len(hidden_nH)] = mm(grad_nV, operand_VH)

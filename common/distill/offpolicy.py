@@ -1,6 +1,6 @@
 """Completions that the student did not sample: answers of the data set, or a teacher's own.
 
-GKD (arXiv 2306.13649, Eq. 4) mixes them with on-policy ones; `draw` decides for a whole step, alike on all ranks.
+GKD (arXiv 2306.13649, Eq. 4) mixes them with on-policy ones; `draw` decides per step, alike on all ranks.
 """
 
 import fcntl
@@ -31,13 +31,13 @@ def share(step: int, lmbda: float, ramp_steps: int) -> float:
     Args:
         step: from 1.
         lmbda: at the end of the ramp.
-        ramp_steps: steps over which it grows from 0, linearly; 0: none.
+        ramp_steps: steps of a linear ramp from 0; 0: none.
     """
     return lmbda * min(1.0, step / ramp_steps) if ramp_steps else lmbda
 
 
 def draw(seed: int, step: int, share: float) -> bool:
-    """Whether a step is on-policy: a function of its arguments, so that all ranks and every resume agree on it.
+    """Whether a step is on-policy: a pure function, so that all ranks and every resume agree.
 
     Args:
         seed: of the run.
@@ -58,8 +58,8 @@ def batch(
 
     Args:
         prompts: token ids.
-        completions: token ids, at least one each, with their end tokens; what follows the first of those is left out.
-        pad_id: what stands where there is no token.
+        completions: token ids, at least one each, end token included; cut off after the first end token.
+        pad_id: fills the rows up.
         end_ids: every token that ends a completion.
         device: of the student.
     """
@@ -100,11 +100,11 @@ def answers(
 def recipe(
     teacher: Any, examples: Sequence[Example], seed: int, temperature: float, max_new_tokens: int
 ) -> dict[str, Any]:
-    """All that a teacher's own completions of a data set depend on.
+    """Everything that a teacher's completions of a data set depend on.
 
     Args:
-        teacher: of common/distill/teachers.py or common/distill/teacher_client.py, after `teachers.agree`.
-        examples: all rows: another file under the same name, or another template, has other tokens.
+        teacher: a `LocalTeacher` or a `RemoteTeacher`, after `teachers.agree`.
+        examples: all rows; their tokens are hashed, since a file or a template may change under its name.
         seed: of the run.
         temperature: of sampling; 0 takes the most likely token.
         max_new_tokens: tokens after which a completion is cut off.
@@ -117,30 +117,29 @@ def recipe(
 
 
 class TeacherAnswers:
-    """A teacher's completions of training prompts, generated when they are first needed and kept in a file.
+    """A teacher's completions of training prompts, generated on first use and cached in a file.
 
-    They depend on the row and the seed only, not on when or with which others they were asked for: a run that is
-    resumed, and one on another number of ranks, trains on the same ones. Each rank writes a file of its own and reads
-    those of all. Every row carries a checksum: one that is damaged is generated again. Runs of the same recipe may
-    share a folder at the same time.
+    They depend on the row and the seed only, so a run that is resumed, or that has another number of ranks, trains on
+    the same ones. Each rank writes its own file and reads those of all. Every row carries a checksum, and a damaged one
+    is generated again. Runs of the same recipe may share a folder at the same time.
     """
 
     def __init__(self, folder: str, teacher: Any, recipe: dict[str, Any]):
-        """Reads what was generated before.
+        """Reads the cache.
 
         Args:
             folder: of the files.
-            teacher: what has the method `generate` of common/distill/teachers.py.
+            teacher: a `LocalTeacher` or a `RemoteTeacher`.
             recipe: from `recipe`.
 
         Raises:
-            ValueError: the files come from another recipe.
+            ValueError: a file has another recipe.
         """
         self.teacher, self.recipe, self.known = teacher, recipe, {}
         self.path = Path(folder) / f"teacher_answers-rank{distributed.rank()}.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for path in sorted(self.path.parent.glob("teacher_answers-rank*.jsonl")):
-            lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last line break was cut off by a kill
+            lines = path.read_bytes().split(b"\n")[:-1]  # a kill may have cut off the last line
             if lines:
                 self._require_own(path, lines[0])
             rows = [row for row in map(_parsed, lines[1:]) if row.get("check") == self._check(row)]
@@ -150,7 +149,7 @@ class TeacherAnswers:
                                        "edited: those are generated again")  # fmt: skip
 
     def get(self, examples: Sequence[Example]) -> list[list[int]]:
-        """Completions of these rows, those that are not known yet by the teacher.
+        """Completions of these rows; the teacher generates those that are not cached.
 
         Args:
             examples: rows of the training data.
@@ -159,7 +158,7 @@ class TeacherAnswers:
             Token ids, end tokens included.
 
         Raises:
-            ValueError: another run has begun the file meanwhile, from another recipe.
+            ValueError: another run has meanwhile begun the file with another recipe.
         """
         missing = list({e.index: e for e in examples if e.index not in self.known}.values())
         if missing:
@@ -176,12 +175,12 @@ class TeacherAnswers:
         return [self.known[e.index] for e in examples]
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
-        """Writes rows behind those that are there, by this run or by another one."""
+        """Appends rows; another run may append at the same time."""
         with open(self.path, "a+b") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed: half a line of each is no line at all
+                fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed, so that lines do not mix
             except OSError as error:
-                if error.errno not in storage.NO_LOCKS:  # without one, such rows are generated again
+                if error.errno not in storage.NO_LOCKS:  # without locks, mixed lines are generated again
                     raise
             end = file.seek(0, os.SEEK_END)
             file.seek(0)
@@ -189,7 +188,7 @@ class TeacherAnswers:
             if head.endswith(b"\n"):
                 self._require_own(self.path, head)
                 file.seek(end - 1)
-                if file.read() != b"\n":  # a kill left the beginning of a row
+                if file.read() != b"\n":  # a kill left a partial row
                     file.seek(0)
                     file.truncate(file.read().rfind(b"\n") + 1)
             else:
@@ -202,7 +201,7 @@ class TeacherAnswers:
         return zlib.crc32(json.dumps([self.recipe, row.get("index"), row.get("completion_ids")]).encode())
 
     def _require_own(self, path: Path, head: bytes) -> None:
-        """Refuses a file that begins with another recipe."""
+        """Refuses a file of another recipe."""
         was = _parsed(head)
         changed = [f"{name} {was.get(name)!r} -> {new!r}" for name, new in self.recipe.items() if was.get(name) != new]
         if changed:
@@ -212,7 +211,7 @@ class TeacherAnswers:
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
-    """A line of a file; empty if it is none."""
+    """A row as JSON; empty if the line is none."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):  # not JSON, or not UTF-8

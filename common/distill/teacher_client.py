@@ -15,23 +15,23 @@ import torch
 
 from common.base.checks import require
 from common.base.service import Service, pack, unpack
-from common.generation.batches import RolloutBatch
+from common.generation.batches import RolloutBatch, TeacherOutput
 from common.maths.sampling import COLDEST
 
-PROTOCOL = 1  # changes with the meaning of requests or answers
+PROTOCOL = 1  # goes up when requests or answers change their meaning
 IDENTITY = ("protocol", "model", "weights", "tokenizer_hash", "template_hash", "vocabulary_size", "dtype")
 INFO = {"vocabulary_size": int, "max_top_k": int, "model": str, "weights": str, "tokenizer_hash": str}  # of /info
 REQUEST_TOKENS = 16384  # prompt and completion tokens of one request, where the script gives no limit
-ANSWER_BYTES = 2**28  # of one answer, about: a large top k makes the requests smaller
-MAX_ANSWER = 2**31 + 2**28  # of one answer: what the server sends at most, with the tails
+ANSWER_BYTES = 2**28  # target size of an answer: a large top k makes the requests smaller
+MAX_ANSWER = 2**31 + 2**28  # bytes of one answer at most: the server's limit, and room for the tails
 PROMPTS = 512  # in one request to generate
 MASS_ERROR = 1e-3  # how far from 1 the top k and the tail may add up
 SORTED_IDS = 1024  # up to here, repeated ids are found by sorting; beyond, a table of all ids is faster
-LOGP_ERROR = 1e-4  # nats, of a token that an answer speaks of twice; what is rounded is rounded once
+LOGP_ERROR = 1e-4  # nats, between the two log-probabilities that an answer gives of one token
 
 
 def vocabulary_hash(vocabulary: dict[str, int]) -> str:
-    """A name for a vocabulary, equal for equal tokens at equal ids.
+    """Hash of a vocabulary: equal for equal tokens at equal ids.
 
     Args:
         vocabulary: ids by token, as a tokenizer's get_vocab gives them.
@@ -43,10 +43,10 @@ def vocabulary_hash(vocabulary: dict[str, int]) -> str:
 
 
 def identity(info: dict[str, Any]) -> str:
-    """A name for what a server computes with; every answer carries it.
+    """Hash of what a server computes with; every answer carries it.
 
     Args:
-        info: from /info.
+        info: the answer to /info.
     """
     return _hash([info.get(name) for name in IDENTITY])
 
@@ -56,18 +56,19 @@ def _hash(value: Any) -> str:
 
 
 class RemoteTeacher:
-    """What a server says of completions, written into micro-batches.
+    """A teacher behind a server.
 
     Attributes:
-        head: None: no hidden states come over the wire, and no output head is needed.
-        info: what the server said of itself.
+        head: None: a server sends no hidden states, so no output head is needed.
+        info: the server's answer to /info.
         name: of the model.
-        weights: what `models.fingerprint` says of them.
-        vocabulary_size: ids of the teacher.
-        max_top_k: the most tokens it sends per token.
+        weights: their `models.fingerprint`.
+        vocabulary_size: rows of the teacher's output head.
+        max_top_k: upper bound on `top_k`.
         tokenizer_hash: from `vocabulary_hash`.
-        habits: what `teachers.habits` says of its tokenizer, among other things.
-        shared: number of the first ids over which the teacher is normalised, and that it generates; set by the script.
+        tokenizer_traits: those of `teachers.tokenizer_traits`, among other entries of `info`.
+        shared: number of the first ids over which the teacher normalizes and from which it generates; set by
+            `teachers.agree`.
     """
 
     head = None
@@ -91,12 +92,12 @@ class RemoteTeacher:
             temperature: divides the teacher's logits.
             workers: requests in flight at a time.
             timeout_s: seconds for one answer.
-            patience_s: seconds that the server may stay away, now and later.
-            token: of the server; by default that of the environment, RL_HAND_TEACHER_TOKEN.
+            patience_s: seconds that the server may be unreachable, now and later.
+            token: of the server; by default the environment's RL_HAND_TEACHER_TOKEN.
 
         Raises:
             OutageError: the server did not become ready.
-            ValueError: it sends fewer than `top_k` tokens, or is no teacher of this version.
+            ValueError: the server sends fewer than `top_k` tokens, or is no teacher of this version.
         """
         require(top_k >= 0, f"top_k = {top_k}", "must be 0 or more", "0 asks for the whole vocabulary")
         require(COLDEST <= temperature < math.inf, f"temperature = {temperature}",
@@ -109,7 +110,7 @@ class RemoteTeacher:
         self.info = _read_info(url, self.service.get("/info"))
         self.vocabulary_size, self.shared = self.info["vocabulary_size"], self.info["vocabulary_size"]
         self.max_top_k, self.name, self.weights = self.info["max_top_k"], self.info["model"], self.info["weights"]
-        self.tokenizer_hash, self.habits = self.info["tokenizer_hash"], self.info
+        self.tokenizer_hash, self.tokenizer_traits = self.info["tokenizer_hash"], self.info
         most = min(top_k or self.vocabulary_size, self.vocabulary_size)
         require(
             most <= self.max_top_k,
@@ -123,39 +124,39 @@ class RemoteTeacher:
         """Ids by token, of the teacher's tokenizer."""
         found = _object(self.service.get("/vocabulary"))
         numbers = all(type(id_) is int for id_ in found.values())
-        # a part of it would agree with every tokenizer
+        # a truncated one would agree with every tokenizer
         if not numbers or vocabulary_hash(found) != self.tokenizer_hash:
             raise ValueError(f"{self.service.url}: a vocabulary of {len(found)} tokens, which is not that of /info")
         return found
 
     def fill(self, micros: Iterable[RolloutBatch], micro_batch_tokens: int = 0) -> None:
-        """Writes the teacher's top k into micro-batches: `teacher_ids`, `_logps`, `_tail_logp`, `_token_logps`.
+        """Sets `teacher` of micro-batches to the teacher's top k.
 
-        With one worker the requests depend on the micro-batches alone: a run whose server was killed and started again
-        gets bit for bit the same numbers.
+        With one worker, requests depend on the micro-batches alone: a run whose server was killed and restarted gets
+        the same numbers bit for bit.
 
         Args:
-            micros: micro-batches; 0 is written where there is no sampled token.
+            micros: micro-batches; padding gets 0.
             micro_batch_tokens: prompt and completion tokens in one request, at most; a longer sequence is alone.
 
         Raises:
-            OutageError: the server stayed away longer than the patience.
-            RuntimeError: the server failed, with what it said.
-            ValueError: the server refused, or sent something else than was asked for.
+            OutageError: the server was unreachable for longer than the patience.
+            RuntimeError: the server failed, with its message.
+            ValueError: the server refused, or its answer does not fit the request.
         """
         micros, prompts, completions = list(micros), [], []
         for micro in micros:
-            prompts += micro.prompt_ids.cpu()[micro.prompt_mask.cpu()].int().split(micro.prompt_lengths.tolist())
-            completions += micro.completion_ids.cpu()[_sampled(micro)].int().split(micro.lengths.tolist())
+            prompts += [ids.int() for ids in micro.prompts]
+            completions += [ids.int() for ids in micro.completions]
         K, N = min(self.top_k or self.shared, self.shared), sum(map(len, completions))
-        said = {"ids": torch.empty(N, K, dtype=torch.int32), "logps": torch.empty(N, K), "tail": torch.empty(N),
-                "token_logps": torch.empty(N)}  # fmt: skip
+        found = {"ids": torch.empty(N, K, dtype=torch.int32), "logps": torch.empty(N, K), "tail": torch.empty(N),
+                 "token_logps": torch.empty(N)}  # fmt: skip
 
         def ask(part: tuple[int, list[int]]) -> None:
             start, rows = part
             answer = self._ask([prompts[i] for i in rows], [completions[i] for i in rows], K)
             for name, tensor in answer.items():
-                said[name][start : start + len(tensor)] = tensor
+                found[name][start : start + len(tensor)] = tensor
 
         rows = [i for i, completion in enumerate(completions) if len(completion)]
         sizes = [len(prompts[i]) + len(completions[i]) for i in rows]
@@ -173,13 +174,13 @@ class RemoteTeacher:
 
         start = 0
         for micro in micros:
-            mask_mC, there = _sampled(micro), micro.prompt_ids.device
-            part = slice(start, start + int(micro.lengths.sum()))
-            for name, tensor in said.items():
-                out = torch.zeros(*mask_mC.shape, *tensor.shape[1:], dtype=tensor.dtype)
-                out[mask_mC] = tensor[part]
-                setattr(micro, "teacher_tail_logp" if name == "tail" else f"teacher_{name}", out.to(there))
-            start = part.stop
+            sampled_mC = torch.arange(micro.completion_ids.shape[1]) < micro.lengths[:, None]
+            part, padded = slice(start, start + int(micro.lengths.sum())), {}
+            for name, tensor in found.items():
+                out = torch.zeros(*sampled_mC.shape, *tensor.shape[1:], dtype=tensor.dtype)
+                out[sampled_mC] = tensor[part]
+                padded["tail_logp" if name == "tail" else name] = out.to(micro.device)
+            micro.teacher, start = TeacherOutput(**padded), part.stop
 
     def generate(
         self,
@@ -190,7 +191,7 @@ class RemoteTeacher:
         temperature: float,
         max_new_tokens: int,
     ) -> list[list[int]]:
-        """Completions by the teacher, the same as from a `rollout.Sampler` with its weights.
+        """Completions by the teacher, equal to those of a `rollout.Sampler` with its weights.
 
         Args:
             prompts: token ids of each.
@@ -232,21 +233,21 @@ class RemoteTeacher:
         return completions
 
     def offload(self) -> float:
-        """Nothing, for the memory of the server is its own; 0.0 GiB freed."""
+        """No-op: the server has memory of its own. Returns 0.0 GiB."""
         return 0.0
 
     def onload(self) -> None:
-        """Nothing."""
+        """No-op."""
 
     def _ask(self, prompts: list[torch.Tensor], completions: list[torch.Tensor], K: int) -> dict[str, torch.Tensor]:
-        """One request, and its answer if that is what was asked for."""
+        """One request to /topk_logprobs and its checked answer."""
         pairs = itertools.chain(*zip(prompts, completions, strict=True))
         request = {
             "tokens": torch.cat(list(pairs)),
             "prompt_lengths": torch.tensor(list(map(len, prompts)), dtype=torch.int32),
             "completion_lengths": torch.tensor(list(map(len, completions)), dtype=torch.int32),
         }
-        # a request that timed out here and still waits there is not computed any more
+        # the deadline keeps the server from computing a request that timed out here
         options = dict(top_k=K, temperature=self.temperature, shared=self.shared,
                        deadline_seconds=self.service.timeout_s)  # fmt: skip
         answer = self._post("/topk_logprobs", request, options)
@@ -254,7 +255,7 @@ class RemoteTeacher:
         return answer
 
     def _check(self, answer: dict[str, torch.Tensor], tokens_N: torch.Tensor, K: int) -> None:
-        """Refuses an answer that is not the top k at these tokens."""
+        """Refuses an answer that cannot be the top k at these tokens."""
         N = len(tokens_N)
         asked = {"ids": ((N, K), torch.int32), "logps": ((N, K), torch.float32), "tail": ((N,), torch.float32),
                  "token_logps": ((N,), torch.float32)}  # fmt: skip
@@ -278,8 +279,8 @@ class RemoteTeacher:
             )
         if not _all_different(answer["ids"], self.shared):
             raise ValueError(f"{self.service.url}: an id stands twice among the top {K} of a token, must stand once")
-        # The log-probability of the token itself: as among the top k, or that of one which is not. An answer whose
-        # rows have come into another order is found out here, too.
+        # The log-probability of the token itself: equal to that among the top k, or below all of them. This detects
+        # permuted rows, too.
         is_token_NK = answer["ids"] == tokens_N[:, None]
         among_N, token_logps_N = is_token_NK.any(-1), answer["token_logps"]
         expected_N = torch.where(is_token_NK, answer["logps"], 0.0).sum(-1)
@@ -295,13 +296,13 @@ class RemoteTeacher:
 
     def _post(self, path: str, request: dict[str, torch.Tensor], options: dict[str, Any]) -> dict[str, torch.Tensor]:
         tensors, metadata = unpack(self.service.post(path, pack(request, options)))
-        if metadata.get("identity") != identity(self.info):  # started again between two requests
+        if metadata.get("identity") != identity(self.info):  # restarted between two requests
             self._check_same()
             raise ValueError(f"{self.service.url}: an answer that does not come from the server of /info")
         return tensors
 
     def _check_same(self) -> None:
-        """A server that started again must compute what the one before did."""
+        """Requires that a restarted server computes what it did before."""
         now = _read_info(self.service.url, self.service.once("GET", "/info"))
         changed = [f"{k}: {self.info.get(k)!r} -> {now.get(k)!r}" for k in IDENTITY if self.info.get(k) != now.get(k)]
         require(
@@ -313,7 +314,7 @@ class RemoteTeacher:
 
 
 def _read_info(url: str, body: bytes) -> dict[str, Any]:
-    """What a server says of itself, if it is a teacher of this version."""
+    """The checked answer to /info."""
     info = _object(body)
     given, remedy = info.get("protocol"), "give the address of gkd/teacher_server.py, of the version of this script"
     require(given == PROTOCOL, f"{url}: /info begins {body[:40]!r}, protocol {given}", f"must be {PROTOCOL}", remedy)
@@ -324,17 +325,12 @@ def _read_info(url: str, body: bytes) -> dict[str, Any]:
 
 
 def _object(body: bytes) -> dict[str, Any]:
-    """An object of JSON; empty if the body is none, but of another service, or a page of a proxy."""
+    """A JSON object; empty for any other body, of another service or a proxy."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _sampled(micro: RolloutBatch) -> torch.Tensor:
-    """[m, C] bool on the CPU, the tokens of the completions."""
-    return torch.arange(micro.completion_ids.shape[1]) < micro.lengths[:, None]
 
 
 def _all_different(ids_NK: torch.Tensor, limit: int) -> bool:

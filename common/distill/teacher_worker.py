@@ -1,6 +1,6 @@
-"""A teacher's model, the requests that wait for it, and what may be asked of it: the inside of gkd/teacher_server.py.
+"""The inside of gkd/teacher_server.py: the teacher's model, its queue of requests, and their format.
 
-Dims: m sequences, N completion tokens of all together, n in one chunk, H hidden size, V vocabulary, K top k
+Dims: m sequences, N completion tokens of all together, n in one chunk, H hidden size, V vocabulary, K top k.
 """
 
 import math
@@ -25,13 +25,13 @@ from common.model import head, models, sources
 
 MAX_ANSWER = 2**31  # bytes of an answer
 MAX_SEQUENCES = 2**16  # of a request: each takes some kilobytes and microseconds, however short it is
-FORMAT = "`read` in common/distill/teacher_worker.py"  # where the format of requests is described
+FORMAT = "`read` in common/distill/teacher_worker.py"  # which documents the format of requests
 OPTIONS = {"shared", "temperature", "deadline_seconds", "top_k", "seed", "max_new_tokens"}  # of requests
-MOST_SAMPLERS = 2  # lengths of completions whose sampler is kept: each has a cache in the memory of the GPU
+MOST_SAMPLERS = 2  # kept, one per length of completions: each has a cache in GPU memory
 
 
 class Refused(Exception):
-    """A request that gets no result: the status and why."""
+    """A request that gets no result: HTTP status and reason."""
 
     def __init__(self, status: int, text: str):
         super().__init__(text)
@@ -40,11 +40,11 @@ class Refused(Exception):
 
 @dataclass(eq=False)
 class Job:
-    """A request that waits for the model."""
+    """A request in the queue."""
 
     prompts: list[torch.Tensor]  # int64
     completions: list[torch.Tensor]  # int64; empty: to be generated
-    deadline: float
+    deadline: float  # on the clock of time.monotonic
     temperature: float
     shared: int
     top_k: int = 0
@@ -61,16 +61,16 @@ class Job:
 
 
 class Teacher:
-    """The model, the one thread that computes with it, and the requests that wait for that.
+    """The model and the queue of requests; one thread computes.
 
     Attributes:
         state: "loading", "ready", "draining" or "failed: why".
-        info: what /info says, once it is loaded.
+        info: the answer to /info, once the model is loaded.
         counts: for /metrics.
     """
 
     def __init__(self, cfg: Any):
-        """Nothing is loaded yet.
+        """An empty queue; `load` loads the model.
 
         Args:
             cfg: the Config of the server.
@@ -78,12 +78,12 @@ class Teacher:
         self.cfg, self.state, self.info, self.counts = cfg, "loading", {}, Counter()
         self.waiting: deque[Job] = deque()
         self.busy = False
-        self._too_late = math.inf  # time.monotonic() after which nobody waits for what the model works at
+        self._too_late = math.inf  # time.monotonic() after which no client waits for the present batch
         self.samplers: dict[tuple[int, int], rollout.Sampler] = {}
         self._changed = threading.Condition()
 
     def load(self) -> None:
-        """Loads the model and tries it out; to be called in the thread that calls `work`.
+        """Loads the model and computes one answer with it; call it in the thread that calls `work`.
 
         Raises:
             ValueError: the model cannot be found, or is of a kind the numbers would be wrong for.
@@ -113,7 +113,7 @@ class Teacher:
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "vocabulary_size": V,
             "tokenizer_hash": teacher_client.vocabulary_hash(self.tokens),
-            **teachers.habits(self.tokenizer),
+            **teachers.tokenizer_traits(self.tokenizer),
             "max_top_k": min(cfg.max_top_k or V, V),
             "max_tokens": min(cfg.max_tokens, positions),
         }
@@ -128,13 +128,13 @@ class Teacher:
             self.state = "ready"
 
     def submit(self, job: Job) -> Future:
-        """Puts a request into the queue.
+        """Queues a request.
 
         Args:
             job: its future gets the answer.
 
         Raises:
-            Refused: not ready, or too many wait.
+            Refused: the model is not ready, or the queue is full.
         """
         with self._changed:
             if self.state != "ready":
@@ -148,11 +148,11 @@ class Teacher:
 
     @property
     def late(self) -> float:
-        """Seconds for which nobody has waited any more for what the model works at; below 0: somebody does."""
+        """Seconds since the last client stopped waiting for the present batch; below 0: one still waits."""
         return time.monotonic() - self._too_late
 
     def drain(self) -> None:
-        """No new request is taken any more; `work` returns when those that wait are answered."""
+        """Takes no new requests; `work` returns once the queue is answered."""
         with self._changed:
             self.state = "draining"
             self._changed.notify()
@@ -167,12 +167,12 @@ class Teacher:
             except torch.OutOfMemoryError as error:
                 torch.cuda.empty_cache()
                 _fail(jobs, Refused(507, f"out of memory: start the server with a lower --max_batch_tokens ({error})"))
-            except torch.AcceleratorError as error:  # after it the GPU answers nothing in this process: it has to end
+            except torch.AcceleratorError as error:  # the GPU is lost to this process, which has to end
                 with self._changed:
                     self.state = f"failed: {error}"
                     _fail([*jobs, *self.waiting], Refused(503, self.state))
                 raise
-            except Exception as error:  # the client hears of it, and the next request may be another
+            except Exception as error:  # reported to the client; the next request may succeed
                 _fail(jobs, Refused(500, f"{type(error).__name__}: {error}"))
             self.busy, self._too_late = False, math.inf
             self.counts["batches"] += 1
@@ -181,14 +181,14 @@ class Teacher:
             self.counts["model_seconds"] += time.monotonic() - start
 
     def _take(self) -> list[Job]:
-        """The requests answered next: one to generate, or as many others as fit; none when all is done."""
+        """The next batch: one request to generate, or as many others as fit; empty when drained."""
         jobs: list[Job] = []
         with self._changed:
             while not jobs:
                 while not self.waiting:
                     if self.state == "draining":
                         return []
-                    self._changed.wait(1.0)  # a signal that comes just before is seen then
+                    self._changed.wait(1.0)  # the timeout catches a signal that comes just before
                 while self.waiting:
                     job = self.waiting[0]
                     alone = not (job.completions and all(other.completions for other in jobs))
@@ -232,7 +232,7 @@ class Teacher:
                 _fail([job], Refused(500, "hidden states or logits of the teacher are not finite: try --dtype fp32"))
 
     def _project(self, job: Job, hidden_NH: torch.Tensor, ids_N: torch.Tensor) -> None:
-        """Top k of some tokens, a chunk at a time: [N, V] never exists."""
+        """Adds the top k of some tokens to a job, a chunk at a time: [N, V] never exists."""
         weight, bias = self.weight[: job.shared], None if self.bias is None else self.bias[: job.shared]
         for hidden_nH, ids_n in head.chunks(hidden_NH, ids_N):
             logits_nV = head.project(hidden_nH, weight, bias, self.softcap)
@@ -243,7 +243,7 @@ class Teacher:
             job.pieces.append(tuple(x.cpu() for x in piece))
 
     def _cut(self, rows: list[tuple]) -> list[list[tuple]]:
-        """Parts of one forward pass each; where the model computes padding, padding counts."""
+        """Splits rows into forward passes; padding counts where the model computes it."""
         parts: list[list[tuple]] = []
         sizes: list[int] = []
         for row in rows:
@@ -271,18 +271,17 @@ class Teacher:
             )  # fmt: skip
         batch = self.samplers[key].generate([prompt.tolist() for prompt in job.prompts], group_size=1, seed=job.seed,
                                             temperature=job.temperature, prompt_numbers=job.numbers)  # fmt: skip
-        tokens = batch.completion_ids[batch.sampled_mask].int().cpu()
-        lengths, truncated = batch.lengths.int(), batch.truncated
-        job.future.set_result({"tokens": tokens, "completion_lengths": lengths, "truncated": truncated})
+        tokens, lengths = torch.cat(batch.completions).int(), batch.lengths.int()
+        job.future.set_result({"tokens": tokens, "completion_lengths": lengths, "truncated": batch.truncated})
 
 
 def read(path: str, body: bytes, teacher: Teacher) -> Job:
-    """A request as it came over the wire, in the safetensors format; options are text in the metadata.
+    """Parses and checks a request: a body in the safetensors format, with options as text in the metadata.
 
     Both kinds: `tokens` int32, all sequences one behind the other; `prompt_lengths` int32 [m]. Options: `shared`, the
     number of first ids that count (all); `temperature` (1); `deadline_seconds`, after which it need not be computed.
 
-    /topk_logprobs: each completion stands behind its prompt; `completion_lengths` int32 [m]; option `top_k` (0: all).
+    /topk_logprobs: each completion follows its prompt; `completion_lengths` int32 [m]; option `top_k` (0: all).
     Answer: `ids` int32 [N, K], `logps` fp32 [N, K] in falling order, `tail` fp32 [N], log of the mass of all other ids,
     `token_logps` fp32 [N] of the completions' tokens.
 
@@ -297,32 +296,26 @@ def read(path: str, body: bytes, teacher: Teacher) -> Job:
     Raises:
         ValueError: it is not what this server answers, with the reason.
     """
-    tensors, said = service.unpack(body)
+    tensors, options = service.unpack(body)
     scored = path == "/topk_logprobs"
-    expected = {"tokens": torch.int32, "prompt_lengths": torch.int32}
-    expected |= {"completion_lengths": torch.int32} if scored else {"numbers": torch.int64}
-    for name, dtype in expected.items():
-        x = tensors.get(name)
-        got = "nothing" if x is None else f"{x.dtype} {list(x.shape)}"
-        good = x is not None and x.dtype == dtype and x.ndim == 1
-        require(good, f"{name}: {got}", f"must be {dtype} of one dimension", f"see {FORMAT}")
-    for name in said.keys() - OPTIONS:  # or a word that is spelled wrong would quietly have its default
+    _require_tensors(tensors, scored)
+    for name in options.keys() - OPTIONS:  # or a misspelled option would silently have its default
         raise ValueError(f"option {name!r:.80}: must be one of {', '.join(sorted(OPTIONS))}; see {FORMAT}")
     info, tokens, prompts = teacher.info, tensors["tokens"], tensors["prompt_lengths"].long()
-    new = 0 if scored else _option(said, "max_new_tokens", 0, int)
+    max_new_tokens = 0 if scored else _option(options, "max_new_tokens", 0, int)
     V, limit, m = info["vocabulary_size"], info["max_tokens"], len(prompts)
-    shared, temperature = _option(said, "shared", V, int), _option(said, "temperature", 1.0, float)
-    seconds = _option(said, "deadline_seconds", teacher.cfg.deadline_seconds, float)
+    shared, temperature = _option(options, "shared", V, int), _option(options, "temperature", 1.0, float)
+    seconds = _option(options, "deadline_seconds", teacher.cfg.deadline_seconds, float)
 
-    second = tensors["completion_lengths"].long() if scored else torch.zeros(m, dtype=torch.int64)
-    rest = second if scored else tensors["numbers"]
+    completions = tensors["completion_lengths"].long() if scored else torch.zeros(m, dtype=torch.int64)
+    others = completions if scored else tensors["numbers"]
     require(m > 0, "0 sequences", "must be at least 1", "send no request")
     require(m <= MAX_SEQUENCES, f"{m} sequences", f"must be at most {MAX_SEQUENCES}", "send fewer at a time")
-    require(len(rest) == m, f"{m} prompts, {len(rest)} of the others", "must be as many", "send one for each")
-    lengths = torch.stack([prompts, second], dim=1)
+    require(len(others) == m, f"{m} prompts, {len(others)} of the others", "must be as many", "send one for each")
+    lengths = torch.stack([prompts, completions], dim=1)
     shortest = int(lengths.min()) if scored else int(prompts.min())
     require(shortest > 0, f"a prompt or completion of {shortest} tokens", "must have at least 1", "leave the row out")
-    total, longest = int(lengths.sum()), int(lengths.sum(1).max()) + new
+    total, longest = int(lengths.sum()), int(lengths.sum(1).max()) + max_new_tokens
     require(total == len(tokens), f"lengths add up to {total}", f"must be the {len(tokens)} tokens", "correct them")
     require(longest <= limit, f"a sequence of {longest} tokens", f"must be at most {limit}", "see --max_tokens")
     low, high = (int(x) for x in tokens.aminmax())
@@ -337,23 +330,34 @@ def read(path: str, body: bytes, teacher: Teacher) -> Job:
     pieces = tokens.long().split(lengths.flatten().tolist())
     job = Job(list(pieces[::2]), list(pieces[1::2]) if scored else [], time.monotonic() + seconds, temperature, shared)
     if scored:
-        job.top_k = _option(said, "top_k", 0, int) or shared
+        job.top_k = _option(options, "top_k", 0, int) or shared
         most, highest = info["max_top_k"], max(int(x.max()) for x in job.completions)
         require(0 < job.top_k <= most, f"top_k = {job.top_k}", f"must be from 1 to {most}", "see --max_top_k")
         require(job.top_k <= shared, f"top_k = {job.top_k}", f"must be at most shared = {shared}", "lower it")
         require(highest < shared, f"a completion token {highest}", f"must be below shared = {shared}", "raise shared")
-        answered = int(second.sum()) * job.top_k
+        answered = int(completions.sum()) * job.top_k
     else:
-        require(new > 0, f"max_new_tokens = {new}", "must be at least 1", "raise it")
-        job.numbers, job.seed, job.max_new_tokens = rest.tolist(), _option(said, "seed", 0, int), new
-        answered = m * new
+        require(max_new_tokens > 0, f"max_new_tokens = {max_new_tokens}", "must be at least 1", "raise it")
+        job.numbers, job.seed, job.max_new_tokens = others.tolist(), _option(options, "seed", 0, int), max_new_tokens
+        answered = m * max_new_tokens
     require(8 * answered <= MAX_ANSWER, f"an answer of {8 * answered} bytes", f"must be at most {MAX_ANSWER}",
             "ask for fewer tokens at a time")  # fmt: skip
     return job
 
 
-def _option(said: dict[str, str], name: str, default: float, kind: type) -> float:
-    text = said.get(name, default)
+def _require_tensors(tensors: dict[str, torch.Tensor], scored: bool) -> None:
+    """Refuses a request without the tensors of its kind."""
+    expected = {"tokens": torch.int32, "prompt_lengths": torch.int32}
+    expected |= {"completion_lengths": torch.int32} if scored else {"numbers": torch.int64}
+    for name, dtype in expected.items():
+        x = tensors.get(name)
+        got = "nothing" if x is None else f"{x.dtype} {list(x.shape)}"
+        good = x is not None and x.dtype == dtype and x.ndim == 1
+        require(good, f"{name}: {got}", f"must be {dtype} of one dimension", f"see {FORMAT}")
+
+
+def _option(options: dict[str, str], name: str, default: float, kind: type) -> float:
+    text = options.get(name, default)
     try:
         return kind(text)
     except ValueError as error:

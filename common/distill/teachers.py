@@ -1,8 +1,7 @@
-"""A teacher in this process, and what must be true of any teacher's vocabulary; common/distill/teacher_client.py has
-the other.
+"""A teacher in this process, and the rules for any teacher's tokenizer; teacher_client.py has the one behind a server.
 
-Both kinds of teacher have `fill`, which writes what the teacher says of each completion token into micro-batches,
-`generate`, `offload` and `onload`, `name`, `weights`, `head`, `habits`, `vocabulary_size` and `shared`.
+Both have `fill`, which sets `teacher` of micro-batches, `generate`, `vocabulary`, `offload` and `onload`, and the
+attributes `name`, `weights`, `head`, `tokenizer_traits`, `vocabulary_size` and `shared`.
 """
 
 import hashlib
@@ -20,7 +19,7 @@ from common.model import logprobs, models, sources
 from common.tasks.data import Example
 from common.training.offload import Offload
 
-# cut by both tokenizers: digits, code, spaces, capitals, an accent as one character and as two, other scripts
+# encoded by both tokenizers: digits, code, spaces, capitals, an accent as one character and as two, other scripts
 PROBE = "Is 12345+678 = 13023?\n\n  def f(x):\treturn x**2  # don't  caf\u00e9 cafe\u0301 \u4f60\u597d \u0416 A\u00a0b"
 
 
@@ -30,9 +29,9 @@ class LocalTeacher:
     Attributes:
         name: of the model.
         head: the output head; None if only log-probabilities of tokens are asked for.
-        habits: of its tokenizer, see `habits`.
+        tokenizer_traits: see `tokenizer_traits`.
         vocabulary_size: rows of the output head.
-        shared: number of the first token ids that count, those that the student has too.
+        shared: number of the first token ids that the student has, too; set by `agree`.
     """
 
     def __init__(
@@ -62,19 +61,19 @@ class LocalTeacher:
         self.model = models.load_spread(name, list(where), dtype)
         output = self.model.get_output_embeddings()
         self.device, self.vocabulary_size = self.model.device, len(output.weight)
-        self.shared, self.habits = self.vocabulary_size, habits(self.tokenizer)
+        self.shared, self.tokenizer_traits = self.vocabulary_size, tokenizer_traits(self.tokenizer)
         self.head = None if tokens_only else distillation.Head(self.model)
         compile = compile and len(where) == 1
         kind = logprobs.LogProbs if tokens_only else distillation.HiddenStates
-        self.field = "teacher_token_logps" if tokens_only else "teacher_states"
+        self.gives = "token_logps" if tokens_only else "states"  # field of `batches.TeacherOutput`
         self.forward = kind(self.model, temperature, compile)
         self._compile, self._samplers = compile, {}
-        # the head is at work in the update, when the rest may be away
+        # the update needs the head while the rest may be offloaded
         self.memory = Offload(self.model, keep=[] if tokens_only else list(output.parameters()))
 
     @property
     def weights(self) -> str:
-        """What `models.fingerprint` says of them."""
+        """Their `models.fingerprint`."""
         return models.fingerprint(self.model)
 
     def vocabulary(self) -> dict[str, int]:
@@ -82,23 +81,25 @@ class LocalTeacher:
         return self.tokenizer.get_vocab()
 
     def fill(self, micros: Iterable[batches.RolloutBatch], micro_batch_tokens: int) -> None:
-        """Writes last hidden states [m, C, H], or log-probabilities of the tokens [m, C], into micro-batches.
+        """Sets `teacher` of micro-batches to last hidden states, or to log-probabilities of the tokens.
 
         Args:
             micros: as the update will see them.
-            micro_batch_tokens: what they were cut to; without gradients a few of them are computed at once.
+            micro_batch_tokens: what they were cut to; without gradients, several are computed at once.
 
         Raises:
             FloatingPointError: something is not finite.
         """
         micros = list(micros)
-        logprobs.fill(micros, self.field, self.forward, self.device, micro_batch_tokens)
-        # or the run would end at a gradient, and nothing would tell whether student or teacher is at fault
-        if not all(bool(getattr(micro, self.field).isfinite().all()) for micro in micros):
+        logprobs.fill(micros, "teacher", self.forward, self.device, micro_batch_tokens)
+        for micro in micros:
+            micro.teacher = batches.TeacherOutput(**{self.gives: micro.teacher})
+        # an error at a gradient later could not tell whether student or teacher is at fault
+        if not all(bool(x.isfinite().all()) for micro in micros for x in micro.teacher.tensors):
             dtype = str(self.model.dtype).removeprefix("torch.")
             raise FloatingPointError(
-                f"teacher {self.name!r}: its {self.field.removeprefix('teacher_')} are not all finite; they are too "
-                f"large for {dtype}, or the model is broken: set dtype to 'bf16' or 'fp32', or take another teacher"
+                f"teacher {self.name!r}: its {self.gives} are not all finite; they are too large for {dtype}, or the "
+                "model is broken: set dtype to 'bf16' or 'fp32', or take another teacher"
             )
 
     def generate(
@@ -114,7 +115,7 @@ class LocalTeacher:
 
         Args:
             prompts: token ids.
-            numbers: names of the prompts' random numbers: the same number and seed, the same completion.
+            numbers: place of each prompt in the data: the same number and seed give the same completion.
             seed: of the run.
             temperature: of the softmax; 0 takes the most likely tokens.
             max_new_tokens: a completion is cut off here.
@@ -132,10 +133,10 @@ class LocalTeacher:
         batch = self._samplers[max_new_tokens].generate(
             prompts, group_size=1, temperature=temperature, seed=seed, prompt_numbers=numbers
         )
-        return [ids[:n] for ids, n in zip(batch.completion_ids.tolist(), batch.lengths.tolist(), strict=True)]
+        return [ids.tolist() for ids in batch.completions]
 
     def offload(self) -> float:
-        """Moves all but the head to CPU memory, until `onload`; GiB freed."""
+        """Moves all but the head to CPU memory until `onload`; returns GiB freed."""
         for sampler in self._samplers.values():
             sampler.release()
         return self.memory.off()
@@ -148,13 +149,13 @@ class LocalTeacher:
 def agree(
     teacher: Any, tokenizer: PreTrainedTokenizerBase, student_size: int, allow_other_template: bool = False
 ) -> int:
-    """Makes sure that token ids mean the same to student and teacher, and tells the teacher which of them count.
+    """Checks that token ids mean the same to student and teacher, and sets the teacher's `shared`.
 
     Args:
-        teacher: a `LocalTeacher` or a `RemoteTeacher`; its `shared` is set.
+        teacher: a `LocalTeacher` or a `RemoteTeacher`.
         tokenizer: the student's.
         student_size: rows of the student's output head.
-        allow_other_template: warn, and do not refuse, if both have a chat template and these differ.
+        allow_other_template: warn instead of refusing if both have a chat template and these differ.
 
     Returns:
         Number of the first ids that both have.
@@ -176,29 +177,29 @@ def agree(
             f"the student has {student_size} token ids, the teacher {teacher.vocabulary_size}: the first "
             f"{teacher.shared} count, on both sides{never if lost else ''}"
         )
-    own, none = habits(tokenizer), _hash("")
-    templates = own["template_hash"], teacher.habits.get("template_hash", none)
+    own, none = tokenizer_traits(tokenizer), _hash("")
+    templates = own["template_hash"], teacher.tokenizer_traits.get("template_hash", none)
     require(
         allow_other_template or none in templates or templates[0] == templates[1],
         "the teacher's chat template is another than the student's",
         "it would judge prompts that look like none it was trained on, though the loss looks normal",
         "give the student the teacher's template (tokenizer.chat_template), or set allow_other_template",
     )
-    for name, what in UNLIKE.items():
-        if teacher.habits.get(name, own[name]) != own[name]:  # a server of an older version does not say all of them
+    for name, what in TOKENIZER_WARNINGS.items():
+        if teacher.tokenizer_traits.get(name, own[name]) != own[name]:  # an older server omits some
             print_main(f"warning: {what}")
     return teacher.shared
 
 
 def require_same(teacher: Any, notes: dict[str, Any]) -> None:
-    """Refuses to go on from a checkpoint with another teacher: nothing in the curves would tell.
+    """Refuses to resume from a checkpoint with another teacher, which no metric would show.
 
     Args:
         teacher: a `LocalTeacher` or a `RemoteTeacher`.
         notes: of the checkpoint; empty for a new run.
 
     Raises:
-        ValueError: the weights are others.
+        ValueError: the weights differ.
     """
     was = notes.get("teacher", teacher.weights)  # not in checkpoints of older versions
     require(
@@ -210,14 +211,14 @@ def require_same(teacher: Any, notes: dict[str, Any]) -> None:
 
 
 def require_shared(examples: Iterable[Example], shared: int) -> None:
-    """Refuses prompts with token ids that one of the two does not have.
+    """Refuses prompts with token ids that student or teacher lacks.
 
     Args:
         examples: rows of the data.
         shared: number of the first ids that both have.
 
     Raises:
-        ValueError: an id is not among those; it names the row.
+        ValueError: with the row of the prompt.
     """
     for example in examples:
         if max(example.prompt_ids) >= shared:
@@ -228,9 +229,9 @@ def require_shared(examples: Iterable[Example], shared: int) -> None:
             )
 
 
-# What tokenizers with equal ids can differ in. The ids mean the same all the same, so the run goes on; but the teacher
+# Traits in which tokenizers with equal ids may differ. The ids still mean the same, so the run goes on, but the teacher
 # was trained on other sequences of them.
-UNLIKE = {
+TOKENIZER_WARNINGS = {
     "template_hash": "the teacher's chat template is another than the student's: it reads prompts as the student's "
     "template writes them, which may not be what it was trained on",
     "segments_hash": "the teacher's tokenizer cuts text into other tokens than the student's, though the ids are the "
@@ -240,14 +241,14 @@ UNLIKE = {
 }
 
 
-def habits(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """What a tokenizer does beside giving ids to tokens.
+def tokenizer_traits(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """What a tokenizer does beside mapping tokens to ids.
 
     Args:
         tokenizer: of student or teacher.
 
     Returns:
-        `template_hash`, of the chat template; `segments_hash`, of the ids of some text; `end_token`.
+        `template_hash`, of the chat template; `segments_hash`, of the ids of PROBE; `end_token`.
     """
     parts = {"template_hash": str(tokenizer.chat_template or ""),
              "segments_hash": str(tokenizer.encode(PROBE, add_special_tokens=False))}  # fmt: skip
@@ -259,10 +260,10 @@ def _hash(text: str) -> str:
 
 
 def shared_ids(tokenizer: PreTrainedTokenizerBase, student_size: int, vocabulary: dict[str, int], size: int) -> int:
-    """How many of the first token ids student and teacher share; says so where one has more than the other.
+    """How many of the first token ids student and teacher share.
 
-    Embeddings of the same tokenizer are often padded to different sizes (151,936 and 152,064). Tokens that only one of
-    them knows, an added pad token, say, do no harm.
+    Embeddings of the same tokenizer are often padded to different sizes (151,936 and 152,064). Tokens that only one
+    side knows, such as an added pad token, do no harm.
 
     Args:
         tokenizer: the student's.
@@ -274,7 +275,7 @@ def shared_ids(tokenizer: PreTrainedTokenizerBase, student_size: int, vocabulary
         The smaller size.
 
     Raises:
-        ValueError: the same id is another token; it names the first.
+        ValueError: an id is another token on the other side; names the first.
     """
     own = {id_: token for token, id_ in tokenizer.get_vocab().items()}
     other = {id_: token for token, id_ in vocabulary.items()}

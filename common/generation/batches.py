@@ -1,10 +1,11 @@
-"""Completions on their way from rollout to update: put together, dealt out, and cut into micro-batches.
+"""Completions on their way from rollout to update: batches of them, cut into minibatches and micro-batches.
 
-Dims: P prompts, G completions per prompt, B = P * G sequences, Q prompt tokens, C completion tokens.
+Dims: P prompts, G completions per prompt, B = P * G sequences, Q prompt tokens, C completion tokens,
+H hidden size of a teacher, K its top k.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,60 +15,69 @@ from transformers import PreTrainedTokenizerBase
 
 from common.model.images import Images
 
-PROMPT = ("prompt_ids", "prompt_mask")  # fields with a column per prompt token; others have one per completion token
+# fields that stay on the CPU, so that cutting a batch never syncs
+ON_HOST = ("prompt_lengths", "lengths", "truncated", "rows", "trained", "replica")
+TEACHER = "teacher_"  # prefix of `TeacherOutput` in a state dict
 
 
-@dataclasses.dataclass
-class RolloutBatch:
-    """Completions and what the losses need to know about them; every field has one row per sequence.
+@dataclasses.dataclass(kw_only=True)
+class TeacherOutput:
+    """What a teacher gave for every completion token: hidden states, its top k, or the token's log-probability alone.
 
-    What the host needs to know lies on the CPU, so that cutting the batch up never waits for a GPU.
+    Attributes:
+        states: [B, C, H], last hidden states before each token.
+        ids: [B, C, K] int32, the top k tokens.
+        logps: [B, C, K] fp32, their log-probabilities.
+        tail_logp: [B, C] fp32, log of the mass of all other tokens.
+        token_logps: [B, C] fp32, of the completion's tokens.
+    """
+
+    states: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
+    logps: torch.Tensor | None = None
+    tail_logp: torch.Tensor | None = None
+    token_logps: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Those that are not None, in the order that `distillation.Divergences` takes."""
+        return tuple(x for x in _fields(self).values() if x is not None)
+
+    def to(self, device: torch.device) -> "TeacherOutput":
+        """The same on another device."""
+        return self._each(lambda x: x.to(device))
+
+    def select(self, rows: torch.Tensor, width: int) -> "TeacherOutput":
+        """The first `width` tokens of some rows, [b] int64 on the device of the tensors."""
+        return self._each(lambda x: x[rows][:, :width])
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "TeacherOutput":
+        return TeacherOutput(**{k: v if v is None else change(v) for k, v in _fields(self).items()})
+
+
+@dataclasses.dataclass(kw_only=True)
+class Rollout:
+    """Prompts and completions, one row per sequence; later phases leave them as they are.
 
     Attributes:
         prompt_ids: [B, Q] int64, padded on the left.
-        prompt_mask: [B, Q] bool.
-        completion_ids: [B, C] int64, padded on the right.
-        sampled_mask: [B, C] bool, the tokens sampled, end token included.
-        completion_mask: [B, C] bool, the tokens trained on: those sampled, or none of the row.
+        completion_ids: [B, C] int64, padded on the right; the end token included.
         rollout_logps: [B, C] fp32, of the distribution sampled from, as the decode engine computed it.
         prompt_lengths: [B] int64, on the CPU.
         lengths: [B] int64, on the CPU: tokens sampled.
         truncated: [B] bool, on the CPU: cut off by the limit before an end token.
-        trained: [B] bool, on the CPU: whether the row is in the loss.
         rows: [B] int64, on the CPU: place of each sequence in the rollout; parts of a batch keep it.
-        advantages: [B] fp32.
-        old_logps: [B, C] fp32, under the policy at the time of the rollout, from the forward pass of the update.
-        ref_logps: [B, C] fp32, under the reference.
-        teacher_states: [B, C, H], last hidden states of a teacher before each token.
-        teacher_ids: [B, C, K] int32, the teacher's top k tokens, in place of the states.
-        teacher_logps: [B, C, K] fp32, their log-probabilities.
-        teacher_tail_logp: [B, C] fp32, log of the mass of all other tokens.
-        teacher_token_logps: [B, C] fp32, of the completion's tokens, under the teacher.
-        images: of the prompts, if the policy was given any.
-        replica: number of the policy replica that trains on a micro-batch, where there are several.
+        images: of the prompts, if the policy is given any.
     """
 
     prompt_ids: torch.Tensor
-    prompt_mask: torch.Tensor
     completion_ids: torch.Tensor
-    sampled_mask: torch.Tensor
-    completion_mask: torch.Tensor
     rollout_logps: torch.Tensor
     prompt_lengths: torch.Tensor
     lengths: torch.Tensor
     truncated: torch.Tensor
-    trained: torch.Tensor
     rows: torch.Tensor
-    advantages: torch.Tensor | None = None
-    old_logps: torch.Tensor | None = None
-    ref_logps: torch.Tensor | None = None
-    teacher_states: torch.Tensor | None = None
-    teacher_ids: torch.Tensor | None = None
-    teacher_logps: torch.Tensor | None = None
-    teacher_tail_logp: torch.Tensor | None = None
-    teacher_token_logps: torch.Tensor | None = None
     images: Images | None = None
-    replica: int | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
@@ -76,26 +86,66 @@ class RolloutBatch:
     def tokens(self) -> tuple[torch.Tensor | Images, ...]:
         """The arguments of `LogProbs`; dropped rows are computed too, so that dropping changes no rounding.
 
-        Lengths stand in place of masks: they are known on the host, which then need not wait for the GPU.
+        Lengths take the place of masks: they are known on the host, which then need not wait for the GPU.
         """
         tokens = self.prompt_ids, self.prompt_lengths, self.completion_ids, self.lengths
         return tokens if self.images is None else (*tokens, self.images)
 
     @property
-    def said(self) -> tuple[torch.Tensor, ...]:
-        """What a teacher said of every completion token, as `distillation.Divergences` takes it."""
-        top_k = self.teacher_ids, self.teacher_logps, self.teacher_tail_logp, self.teacher_token_logps
-        return top_k if self.teacher_states is None else (self.teacher_states,)
+    def prompts(self) -> list[torch.Tensor]:
+        """Token ids of each prompt, int64 on the CPU, without padding."""
+        Q = self.prompt_ids.shape[1]
+        return [ids[Q - n :] for ids, n in zip(self.prompt_ids.cpu(), self.prompt_lengths.tolist(), strict=True)]
+
+    @property
+    def completions(self) -> list[torch.Tensor]:
+        """Token ids of each completion, int64 on the CPU, without padding."""
+        return [ids[:n] for ids, n in zip(self.completion_ids.cpu(), self.lengths.tolist(), strict=True)]
 
     @property
     def device(self) -> torch.device:
-        """Where all but what the host needs to know lies."""
+        """Where all but the host's fields lie."""
         return self.prompt_ids.device
 
     @property
     def size(self) -> int:
         """Prompt and completion tokens of all rows."""
         return int((self.prompt_lengths + self.lengths).sum())
+
+    def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """Completions as text, without end and pad tokens; other special tokens, such as <think>, stay.
+
+        Args:
+            tokenizer: the policy's.
+        """
+        texts = []
+        for ids, truncated in zip(self.completions, self.truncated.tolist(), strict=True):
+            kept = [t for t in ids[: len(ids) if truncated else -1].tolist() if t != tokenizer.pad_token_id]
+            texts.append(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return texts
+
+
+@dataclasses.dataclass(kw_only=True)
+class RolloutBatch(Rollout):
+    """A rollout with what the losses need beside it, which the phases before the update fill in.
+
+    Attributes:
+        trained: [B] bool, on the CPU: whether the row is in the loss; see `drop`.
+        completion_mask: [B, C] bool, the tokens in the loss: all of a row that is trained on.
+        advantages: [B] fp32.
+        old_logps: [B, C] fp32, under the policy at the time of the rollout, from the forward pass of the update.
+        ref_logps: [B, C] fp32, under the reference.
+        teacher: what a teacher gave for the completions.
+        replica: number of the policy replica that trains on a micro-batch, where there are several.
+    """
+
+    trained: torch.Tensor
+    completion_mask: torch.Tensor
+    advantages: torch.Tensor | None = None
+    old_logps: torch.Tensor | None = None
+    ref_logps: torch.Tensor | None = None
+    teacher: TeacherOutput | None = None
+    replica: int | None = None
 
     @property
     def num_trained(self) -> int:
@@ -117,14 +167,13 @@ class RolloutBatch:
         self.completion_mask = self.completion_mask & self.trained.to(self.completion_mask.device)[:, None]
 
     def to(self, device: torch.device) -> "RolloutBatch":
-        """The batch with what lies on a GPU on another device; what the host needs to know stays on the CPU.
+        """The batch on another device, but for the host's fields, which stay on the CPU.
 
         Args:
             device: of the model that is trained.
         """
-        on_host = ("prompt_lengths", "lengths", "truncated", "trained", "rows", "replica")
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return RolloutBatch(**{k: v if v is None or k in on_host else v.to(device) for k, v in fields.items()})
+        fields = {k: v if v is None or k in ON_HOST else v.to(device) for k, v in _fields(self).items()}
+        return RolloutBatch(**fields)
 
     def select(self, rows: torch.Tensor) -> "RolloutBatch":
         """The batch of these rows, columns of pure padding cut off.
@@ -132,17 +181,21 @@ class RolloutBatch:
         Args:
             rows: [b] int64, row numbers, on the CPU.
         """
-        there = rows.to(self.prompt_ids.device)
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        images, replica = fields.pop("images"), fields.pop("replica")
-        part = {k: v if v is None else v[rows if v.device.type == "cpu" else there] for k, v in fields.items()}
-        Q, C = int(part["prompt_lengths"].max()), int(part["lengths"].max())
-        for name in PROMPT:
-            part[name] = part[name][:, self.prompt_ids.shape[1] - Q :]
-        for name, value in part.items():
-            if value is not None and value.dim() >= 2 and name not in PROMPT:
-                part[name] = value[:, :C]
-        return RolloutBatch(**part, images=None if images is None else images.select(rows), replica=replica)
+        there = rows.to(self.device)
+        Q, C = (int(lengths[rows].max()) for lengths in (self.prompt_lengths, self.lengths))
+        part = {}
+        for name, value in _fields(self).items():
+            if value is None or name == "replica":
+                part[name] = value
+            elif name == "images":
+                part[name] = value.select(rows)
+            elif name == "teacher":
+                part[name] = value.select(there, C)
+            else:
+                value = value[rows if name in ON_HOST else there]
+                columns = slice(value.shape[1] - Q, None) if name == "prompt_ids" else slice(C)
+                part[name] = value[:, columns] if value.dim() == 2 else value
+        return RolloutBatch(**part)
 
     def halves(self) -> tuple["RolloutBatch", "RolloutBatch"]:
         """Two batches of the first and the last rows, of about as many tokens; of two rows at least."""
@@ -159,8 +212,8 @@ class RolloutBatch:
             other: b rows.
         """
         fields = {}
-        for name in (f.name for f in dataclasses.fields(self)):
-            own, new = getattr(self, name), getattr(other, name)
+        for name, own in _fields(self).items():
+            new = getattr(other, name)
             if name in ("rows", "replica") or own is None:
                 fields[name] = own
                 continue
@@ -168,10 +221,29 @@ class RolloutBatch:
                 fields[name] = own.put(rows, new)
                 continue
             if own.dim() == 2:  # of different widths
-                width, left = max(own.shape[1], new.shape[1]), name in PROMPT
+                width, left = max(own.shape[1], new.shape[1]), name == "prompt_ids"
                 own, new = (F.pad(x, (width - x.shape[1], 0) if left else (0, width - x.shape[1])) for x in (own, new))
             fields[name] = own.index_copy(0, rows.to(own.device), new.to(own.device))
         return RolloutBatch(**fields).select(torch.arange(len(self)))
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Copies of all tensors on the CPU, to be saved; images come from the data again."""
+        of_teacher = {} if self.teacher is None else _fields(self.teacher)
+        values = _fields(self) | {TEACHER + name: value for name, value in of_teacher.items()}
+        tensors = {name: value.detach() for name, value in values.items() if isinstance(value, torch.Tensor)}
+        return {name: x.cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
+
+    @classmethod
+    def from_state_dict(cls, tensors: dict[str, torch.Tensor]) -> "RolloutBatch":
+        """The batch that `state_dict` saved.
+
+        Args:
+            tensors: by name; the masks in files of earlier versions, which are no fields any more, are ignored.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        of_teacher = {k.removeprefix(TEACHER): v for k, v in tensors.items() if k.startswith(TEACHER)}
+        teacher = TeacherOutput(**of_teacher) if of_teacher else None
+        return cls(**{name: tensors[name] for name in names if name in tensors}, teacher=teacher)
 
     def minibatches(
         self,
@@ -191,10 +263,10 @@ class RolloutBatch:
             num_minibatches: optimizer steps.
             micro_batch_tokens: prompt and completion tokens in one forward pass, at most; a longer sequence is alone.
             packed: padding is not computed, so it does not count.
-            in_turn: as said above; False: minibatch k holds the k-th part of the sequences, and so of the prompts: the
-                same in one process and many, also where groups are no multiple of num_minibatches.
+            in_turn: as described above; False: minibatch k holds the k-th part of the sequences, and so of the prompts:
+                the same in one process and many, also where groups are no multiple of num_minibatches.
             devices: of policy replicas, to which the sequences of every minibatch are dealt so that each has about as
-                many tokens; micro-batches then lie on the device of their `replica`. None given: they stay.
+                many tokens; micro-batches then lie on the device of their `replica`. Empty: they stay where they are.
 
         Returns:
             Per minibatch, its micro-batches, those of the replicas in turn.
@@ -216,19 +288,10 @@ class RolloutBatch:
                 cut[-1].append(micro)
         return cut
 
-    def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """Completions as text, without end and pad tokens; other special tokens, such as <think>, stay.
 
-        Args:
-            tokenizer: the policy's.
-        """
-        texts = []
-        for ids, length, truncated in zip(
-            self.completion_ids.tolist(), self.lengths.tolist(), self.truncated.tolist(), strict=True
-        ):
-            kept = [token for token in ids[: length if truncated else length - 1] if token != tokenizer.pad_token_id]
-            texts.append(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        return texts
+def _fields(of: Any) -> dict[str, Any]:
+    """The fields of a dataclass by name."""
+    return {field.name: getattr(of, field.name) for field in dataclasses.fields(of)}
 
 
 def assemble(
@@ -238,16 +301,18 @@ def assemble(
     logps_BC: torch.Tensor,
     pad_id: int,
     end_ids: Sequence[int],
+    images: Images | None = None,
 ) -> RolloutBatch:
-    """Puts prompts and completions together, from wherever those are.
+    """Batches prompts and completions, sampled or given.
 
     Args:
         prompts: token ids of P prompts.
         group_size: completions per prompt.
         tokens_BC: [B, C] int64, -1 after the end of each completion; none is empty.
         logps_BC: [B, C] fp32, as they were sampled, 0 after the end.
-        pad_id: what stands where there is no token.
+        pad_id: fills rows up.
         end_ids: every token that ends a completion.
+        images: of the P prompts, if the policy is given any.
     """
     home = tokens_BC.device
     sampled_BC = tokens_BC >= 0
@@ -256,28 +321,26 @@ def assemble(
     width = int(lengths.max())
     prompt_lengths = torch.tensor([len(ids) for ids in prompts])
     prompt_ids = pad_sequence([torch.tensor(ids) for ids in prompts], True, pad_id, padding_side="left")
-    prompt_mask = torch.arange(prompt_ids.shape[1]) >= prompt_ids.shape[1] - prompt_lengths[:, None]
     return RolloutBatch(
         prompt_ids=prompt_ids.repeat_interleave(group_size, 0).to(home),
-        prompt_mask=prompt_mask.repeat_interleave(group_size, 0).to(home),
         completion_ids=torch.where(sampled_BC, tokens_BC, pad_id)[:, :width],
-        sampled_mask=sampled_BC[:, :width],
-        completion_mask=sampled_BC[:, :width],
         rollout_logps=logps_BC[:, :width],
         prompt_lengths=prompt_lengths.repeat_interleave(group_size),
         lengths=lengths,
         truncated=~torch.isin(last_B.cpu(), torch.tensor(list(end_ids))),
-        trained=torch.ones(len(lengths), dtype=torch.bool),
         rows=torch.arange(len(lengths)),
+        images=None if images is None else images.repeat(group_size),
+        trained=torch.ones(len(lengths), dtype=torch.bool),
+        completion_mask=sampled_BC[:, :width],
     )
 
 
 def deal(costs: Sequence[int], num_shares: int) -> list[list[int]]:
-    """Deals work out so that shares cost about the same: the dearest piece first, to the cheapest share so far.
+    """Deals pieces of work into shares of about the same cost: the dearest first, to the cheapest share so far.
 
     Args:
         costs: of each piece.
-        num_shares: how many there are; with fewer pieces, the last ones get none.
+        num_shares: shares; with fewer pieces, the last ones stay empty.
 
     Returns:
         Numbers of the pieces of each share, ascending.
@@ -294,20 +357,20 @@ def deal(costs: Sequence[int], num_shares: int) -> list[list[int]]:
 
 
 def in_rounds(queues: Sequence[Sequence[Any]]) -> list[tuple[int, Any]]:
-    """The first of each queue, then the second of each, and so on, so that all GPUs have work from the beginning.
+    """Interleaves queues, so that all GPUs have work from the beginning: the first of each, the second of each, ...
 
     Args:
-        queues: of different lengths.
+        queues: of any lengths.
 
     Returns:
-        Number of the queue, and what stood there.
+        Number of the queue and the item, in turn.
     """
     longest = max(map(len, queues))
     return [(number, queue[k]) for k in range(longest) for number, queue in enumerate(queues) if k < len(queue)]
 
 
 def _parts(rows: list[int], lengths: list[int], micro_batch_tokens: int, packed: bool) -> list[list[int]]:
-    """Rows, the longest first, cut into micro-batches."""
+    """Cuts rows, the longest first, into micro-batches."""
     parts: list[list[int]] = []
     size = micro_batch_tokens
     for row in rows:

@@ -1,20 +1,71 @@
-"""Key-value caches of the decode engine: how prompts enter them, and how one new token per sequence attends to them.
+"""Key-value caches of the decode engine: how prompts enter them, and how one new token per row attends to them.
 
-Two caches with one interface. `FlashCache` (GPU, half precision) keeps a prompt's keys and values once per group, and
-where a sequence stands in it is data on the device, so that one CUDA graph serves every arrangement. `SdpaCache`
-(anything else) has one row per sequence.
+`FlashCache` (GPU, half precision) stores a prompt once per group. Where a row stands in it is data
+on the device, so one CUDA graph serves every arrangement of rows. `SdpaCache` (anything else) stores
+prompt and completion once per row.
 
 Dims: b rows decoded together, N tokens of all prompts together, Hq query and Hkv key-value heads of size D.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from common.generation.scheduler import Group, Space
 from common.model.attention import Layer, Packed
+
+
+class Cache(Protocol):
+    """Keys and values of prompts and completions.
+
+    Attributes:
+        space: what the present rollout needs room for.
+        pools: keys and values of each layer, as allocated.
+        row_tensors: those with one entry per row of the batch, in its order: closing gaps moves the entries.
+    """
+
+    space: Space
+    pools: list[tuple[torch.Tensor, torch.Tensor]]
+    row_tensors: Sequence[torch.Tensor]
+
+    def bytes(self, space: Space) -> int:
+        """Memory that a rollout takes."""
+
+    def reserve(self, space: Space) -> bool:
+        """Makes room for a rollout.
+
+        Args:
+            space: what has to fit.
+
+        Returns:
+            Whether memory was allocated anew, so that graphs captured before are void.
+        """
+
+    def release(self) -> None:
+        """Frees the memory."""
+
+    def starts(self, group: Group) -> list[int]:
+        """Where the completion of each row begins, as `decode` takes it."""
+
+    def prefill(self, groups: list[Group]) -> Packed:
+        """The attention path of prompts that enter the cache."""
+
+    def arrange(self, groups: list[Group], b: int) -> None:
+        """Prepares `decode` for a batch that has changed: groups, then padding up to b rows."""
+
+    def decode(self, start: torch.Tensor, count: torch.Tensor, longest: int) -> "FlashDecode | SdpaDecode":
+        """The attention path of one new token per row.
+
+        Args:
+            start: [b] int64, from `starts`.
+            count: [b] int64, tokens of the completion, the new one included.
+            longest: tokens of the longest row. A CUDA graph cannot know it: what changes between replays must be on the
+                device.
+        """
 
 
 def _flash(q, k, v, offsets, starts, longest, capacity, scaling, used):
@@ -54,27 +105,6 @@ def _(q, k, v, offsets, starts, longest, capacity, scaling, used):
     return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
-@dataclasses.dataclass(frozen=True)
-class Space:
-    """What a cache has to hold at once.
-
-    Attributes:
-        rows: sequences.
-        batch: rows of a batch, at most, those that only fill it up included.
-        prompts: prompts, counted once per group.
-        group_size: rows of a prompt, at most.
-        longest: tokens of the longest prompt.
-        tokens: new tokens of a sequence, at most.
-    """
-
-    rows: int
-    batch: int
-    prompts: int
-    group_size: int
-    longest: int
-    tokens: int
-
-
 @dataclasses.dataclass
 class Segments:
     """Which queries attend to which part of the pool; see `flash_decode`."""
@@ -108,7 +138,7 @@ class FlashDecode:
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """See `attention.AttentionPath.attend`; m = b, T = 1."""
+        """The attention path of a decode step: m = b, T = 1."""
         b, Hq, _, D = query.shape
         Hkv = key.shape[1]
         module.rl_keys.index_copy_(0, self.write, key[:, :, 0])
@@ -130,7 +160,7 @@ class FlashPrefill(Packed):
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """See `attention.AttentionPath.attend`; m = 1, T = N."""
+        """The attention path of a prefill: m = 1, T = N."""
         module.rl_keys.index_copy_(0, self.write, key[0].transpose(0, 1))
         module.rl_values.index_copy_(0, self.write, value[0].transpose(0, 1))
         return super().attend(module, query, key, value, scaling)
@@ -139,10 +169,14 @@ class FlashPrefill(Packed):
 class FlashCache:
     """One pool of token slots per layer: prompts, once per group; completions, one stretch per row; a slot for padding.
 
-    Padding rows fill a batch up to the size a graph was captured for; they write to the last slot and read from it.
+    Padding rows fill a batch up to the size that a graph was captured for; they write to the last slot and read it.
+
+    Attributes:
+        padding: the last slot.
+        segments: [3, segments + 1] int32: offsets of the queries, starts and lengths of the prompts they attend to.
     """
 
-    graphs = True  # a decode step reads nothing on the host
+    row_tensors = ()  # rows move in the batch, but stay where they are in the pool
 
     def __init__(self, layers: Sequence[Layer], dtype: torch.dtype, device: torch.device):
         """An empty cache.
@@ -155,22 +189,15 @@ class FlashCache:
         self.layers, self.dtype, self.device = layers, dtype, device
         self.queries_per_key = layers[0].queries_per_key
         self.pools: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.padding = 0  # the last slot
+        self.padding = 0
         self.segments = torch.empty(0)
 
     def bytes(self, space: Space) -> int:
-        """Memory the cache takes for a rollout."""
+        """See `Cache.bytes`."""
         return _bytes_per_token(self.layers, self.dtype) * (space.prompts * space.longest + space.rows * space.tokens)
 
     def reserve(self, space: Space) -> bool:
-        """Makes room for a rollout.
-
-        Args:
-            space: what has to fit.
-
-        Returns:
-            Whether memory was allocated anew, so that graphs captured before are void.
-        """
+        """See `Cache.reserve`."""
         self.space = space
         self.first_row = space.prompts * space.longest
         slots, segments = self.first_row + space.rows * space.tokens, self.num_segments(space.batch)
@@ -187,68 +214,46 @@ class FlashCache:
         return True
 
     def release(self) -> None:
-        """Frees the memory."""
+        """See `Cache.release`."""
         self.pools, self.segments = [], torch.empty(0)
 
     def num_segments(self, b: int) -> int:
-        """Groups of rows a batch of `b` may hold: one per prompt, and those that padding rows form."""
+        """Groups that a batch of b rows may hold: one per prompt, and those of padding rows."""
         return self.space.prompts + -(-b // self.space.group_size)
 
-    def key(self, b: int) -> tuple[int, ...]:
-        """What a graph for `b` rows depends on besides the addresses of the tensors."""
+    def graph_key(self, b: int) -> tuple[int, ...]:
+        """What a CUDA graph for b rows depends on besides the addresses of tensors."""
         return b, self.num_segments(b), self.space.group_size, self.space.tokens, _power_of_two(self.space.longest)
 
-    def row_start(self, slot: int) -> int:
-        """Where the completion of a row begins in the pool."""
-        return self.first_row + slot * self.space.tokens
+    def starts(self, group: Group) -> list[int]:
+        """First slot of each completion in the pool."""
+        return [self.first_row + row.slot * self.space.tokens for row in group.rows]
 
-    def prefill(self, lengths: list[int], prompt_slots: list[int], rows: list[int]) -> Packed:
-        """How prompts attend, and enter the cache.
+    def prefill(self, groups: list[Group]) -> FlashPrefill:
+        """See `Cache.prefill`."""
+        path = FlashPrefill.of([group.length for group in groups], self.device)
+        write = torch.cat([torch.arange(group.length) + group.slot * self.space.longest for group in groups])
+        path.write = write.to(self.device, non_blocking=True)
+        return path
 
-        Args:
-            lengths: tokens of each prompt.
-            prompt_slots: its place in the pool.
-            rows: its first row in the batch.
-        """
-        way = FlashPrefill.of(lengths, self.device)
-        starts = [slot * self.space.longest for slot in prompt_slots]
-        write = torch.cat([torch.arange(n) + start for n, start in zip(lengths, starts, strict=True)])
-        way.write = write.to(self.device, non_blocking=True)
-        return way
-
-    def arrange(self, groups: list[tuple[int, int, int]], b: int) -> None:
-        """Says which rows share a prompt.
-
-        Args:
-            groups: prompt slot, tokens of the prompt, and number of rows, in the order of the rows.
-            b: rows of the batch; what the groups leave over is padding.
-        """
-        left = b - sum(rows for _, _, rows in groups)
+    def arrange(self, groups: list[Group], b: int) -> None:
+        """Writes down which rows attend to which prompt."""
+        left = b - sum(len(group.rows) for group in groups)
         padding = [min(self.space.group_size, left - i) for i in range(0, left, self.space.group_size)]
-        counts = [rows for _, _, rows in groups] + padding
+        counts = [len(group.rows) for group in groups] + padding
         empty = [0] * (self.segments.shape[1] - 1 - len(counts))
-        starts = [slot * self.space.longest for slot, _, _ in groups] + [self.padding] * len(padding) + empty
-        used = [length for _, length, _ in groups] + [1] * (len(padding) + len(empty))
+        starts = [group.slot * self.space.longest for group in groups] + [self.padding] * len(padding) + empty
+        used = [group.length for group in groups] + [1] * (len(padding) + len(empty))
         offsets = F.pad(torch.tensor(counts + empty).cumsum(0), (1, 0)) * self.queries_per_key
         table = torch.stack([offsets, torch.tensor([*starts, 0]), torch.tensor([*used, 1])])
         self.segments.copy_(table.to(torch.int32), non_blocking=True)
 
-    def keep(self, rows: list[int]) -> None:
-        """Rows move in the batch; in the pool they stay."""
-
-    def decode(self, start: torch.Tensor, count: torch.Tensor, position: torch.Tensor, longest: int) -> FlashDecode:
-        """How one new token per row attends.
-
-        Args:
-            start: [b] int64, see `row_start`.
-            count: [b] int64, tokens of the completion, the new one included.
-            position: [b] int64, of the new token in its sequence.
-            longest: upper bound of the positions; not needed here.
-        """
+    def decode(self, start: torch.Tensor, count: torch.Tensor, longest: int) -> FlashDecode:
+        """See `Cache.decode`: bounds of a whole rollout take the place of `longest`, so that a graph may hold them."""
         b, queries = len(start), self.queries_per_key
         offsets, starts, used = self.segments[:, : self.num_segments(b) + 1]
-        longest = self.space.group_size * queries
-        prompt = Segments(offsets, starts, used[:-1], longest, _power_of_two(self.space.longest))
+        most_queries = self.space.group_size * queries
+        prompt = Segments(offsets, starts, used[:-1], most_queries, _power_of_two(self.space.longest))
         own_offsets = torch.arange(b + 1, dtype=torch.int32, device=self.device) * queries
         own_starts = F.pad(start, (0, 1)).to(torch.int32)
         own = Segments(own_offsets, own_starts, count.to(torch.int32), queries, self.space.tokens)
@@ -260,22 +265,23 @@ class SdpaDecode:
     """One new token per row, whose cache row holds its prompt and its completion.
 
     Attributes:
-        position: [b] int64, of the new token.
+        rows: [b] int64, 0..b-1.
+        write: [b] int64, where the new key and value go in the cache row.
         mask: [b, 1, 1, L] bool, the first L places of the cache that a row may see.
     """
 
-    position: torch.Tensor
+    rows: torch.Tensor
+    write: torch.Tensor
     mask: torch.Tensor
 
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """See `attention.AttentionPath.attend`; m = b, T = 1."""
+        """The attention path of a decode step: m = b, T = 1."""
         (b, Hq, _, D), Hkv, L = query.shape, key.shape[1], self.mask.shape[-1]
-        rows = torch.arange(b, device=query.device)
-        module.rl_keys[rows, :, self.position] = key[:, :, 0]
-        module.rl_values[rows, :, self.position] = value[:, :, 0]
-        q = query.view(b, Hkv, Hq // Hkv, D)  # the heads of one key-value head as so many queries: nothing is repeated
+        module.rl_keys[self.rows, :, self.write] = key[:, :, 0]
+        module.rl_values[self.rows, :, self.write] = value[:, :, 0]
+        q = query.view(b, Hkv, Hq // Hkv, D)  # heads that share keys as so many queries: no key is repeated
         keys, values = module.rl_keys[:b, :, :L], module.rl_values[:b, :, :L]
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask, scale=scaling)
         return out.reshape(b, 1, Hq, D)
@@ -289,7 +295,7 @@ class SdpaPrefill(Packed):
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """See `attention.AttentionPath.attend`; m = 1, T = N."""
+        """The attention path of a prefill: m = 1, T = N."""
         for rows, k, v in zip(self.rows, *(x[0].split(self.lengths, dim=1) for x in (key, value)), strict=True):
             module.rl_keys[rows, :, : k.shape[1]] = k
             module.rl_values[rows, :, : v.shape[1]] = v
@@ -297,21 +303,27 @@ class SdpaPrefill(Packed):
 
 
 class SdpaCache:
-    """One row per sequence, prompt and completion side by side, read by PyTorch's own attention; also on the CPU."""
+    """One cache row per row of the batch, prompt and completion side by side, read by PyTorch's own attention.
 
-    graphs = False  # a step reads as much of the cache as the longest row needs, which the host has to know
+    A step reads as much of the cache as the longest row needs, which the host has to know: it cannot be a CUDA graph.
+    """
 
     def __init__(self, layers: Sequence[Layer], dtype: torch.dtype, device: torch.device):
         """An empty cache; see `FlashCache`."""
         self.layers, self.dtype, self.device = layers, dtype, device
         self.pools: list[tuple[torch.Tensor, torch.Tensor]] = []
 
+    @property
+    def row_tensors(self) -> list[torch.Tensor]:
+        """Keys and values of all layers."""
+        return [tensor for pool in self.pools for tensor in pool]
+
     def bytes(self, space: Space) -> int:
-        """Memory the cache takes for a rollout."""
+        """See `Cache.bytes`."""
         return _bytes_per_token(self.layers, self.dtype) * space.rows * (space.longest + space.tokens)
 
     def reserve(self, space: Space) -> bool:
-        """Makes room for a rollout; see `FlashCache.reserve`."""
+        """See `Cache.reserve`."""
         self.space = space
         rows, length = space.rows, space.longest + space.tokens
         if self.pools and self.pools[0][0].shape[0] >= rows and self.pools[0][0].shape[2] >= length:
@@ -323,42 +335,29 @@ class SdpaCache:
         return True
 
     def release(self) -> None:
-        """Frees the memory."""
+        """See `Cache.release`."""
         self.pools = []
 
-    def key(self, b: int) -> tuple[int, ...]:
-        """No graphs; see `FlashCache.key`."""
-        return (b,)
+    def starts(self, group: Group) -> list[int]:
+        """Behind the prompt, in every row."""
+        return [group.length] * len(group.rows)
 
-    def row_start(self, slot: int) -> int:
-        """Not needed: the place in the batch is the place in the cache."""
-        return 0
+    def prefill(self, groups: list[Group]) -> SdpaPrefill:
+        """See `Cache.prefill`."""
+        path = SdpaPrefill.of([group.length for group in groups], self.device)
+        path.rows = [group.places for group in groups]
+        return path
 
-    def prefill(self, lengths: list[int], prompt_slots: list[int], rows: list[int]) -> Packed:
-        """How prompts attend, and enter the cache; see `FlashCache.prefill`."""
-        way = SdpaPrefill.of(lengths, self.device)
-        way.rows = [slice(row, row + self.space.group_size) for row in rows]
-        return way
+    def arrange(self, groups: list[Group], b: int) -> None:
+        """See `Cache.arrange`."""
+        self.rows = torch.arange(b, device=self.device)
 
-    def arrange(self, groups: list[tuple[int, int, int]], b: int) -> None:
-        """Nothing is shared."""
-
-    def keep(self, rows: list[int]) -> None:
-        """Rows move in the cache as they do in the batch.
-
-        Args:
-            rows: those that stay, in ascending order.
-        """
-        moved = torch.tensor(rows, dtype=torch.long, device=self.device)
-        for pool in self.pools:
-            for cache in pool:
-                cache[: len(rows)] = cache[moved]
-
-    def decode(self, start: torch.Tensor, count: torch.Tensor, position: torch.Tensor, longest: int) -> SdpaDecode:
-        """How one new token per row attends; see `FlashCache.decode`."""
+    def decode(self, start: torch.Tensor, count: torch.Tensor, longest: int) -> SdpaDecode:
+        """See `Cache.decode`."""
+        write = start + count - 1
         length = min(longest + 1, self.pools[0][0].shape[2])  # a row that has ended stays where it is
-        seen = torch.arange(length, device=self.device) <= position[:, None]
-        return SdpaDecode(position, seen[:, None, None])
+        seen = torch.arange(length, device=self.device) <= write[:, None]
+        return SdpaDecode(self.rows, write, seen[:, None, None])
 
 
 def _bytes_per_token(layers: Sequence[Layer], dtype: torch.dtype) -> int:
@@ -366,5 +365,5 @@ def _bytes_per_token(layers: Sequence[Layer], dtype: torch.dtype) -> int:
 
 
 def _power_of_two(n: int) -> int:
-    """The next one: bounds that stand in a graph should not change with every batch."""
+    """The next power of two: bounds in a graph should not change with every batch."""
     return 1 << (n - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Decoding for models the engine does not serve: transformers' own cache, the same random numbers and distribution.
+"""Decoding over transformers' own cache, for models that the engine does not support; draws the same tokens.
 
 Dims: P prompts, G completions per prompt, B = P * G sequences, Q prompt tokens, T new tokens at most.
 """
@@ -10,9 +10,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
-from common.generation.engine import CHECK_EVERY, NOT_FINITE
-from common.maths import sampling
-from common.maths.sampling import Sampling
+from common.generation.runner import NOT_FINITE
+from common.generation.scheduler import CHECK_EVERY
+from common.maths.sampling import Sampling, distribution, draw
 from common.model import merging
 from common.model.head import vocabulary_logits, wide_weight
 from common.model.images import Images
@@ -25,20 +25,20 @@ def decode(
     prompts: Sequence[list[int]],
     group_size: int,
     uniforms: torch.Tensor,
-    how: Sampling,
+    sampling: Sampling,
     end_ids: Sequence[int],
     suppressed_ids: Sequence[int] = (),
     max_rows: int = 0,
     images: Images | None = None,
 ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
-    """Completions of every prompt; yields after each token, so that models on several GPUs can take turns.
+    """Completions of every prompt; yields after each token, so that several GPUs can take turns.
 
     Args:
         model: any transformers causal language model.
         prompts: token ids of P prompts.
         group_size: G, completions per prompt.
         uniforms: [B, T] fp64, random numbers of the sequences.
-        how: the distribution tokens are drawn from.
+        sampling: the distribution tokens are drawn from.
         end_ids: every token that ends a completion.
         suppressed_ids: tokens that are never drawn.
         max_rows: sequences decoded at once, at most, but one group at least; 0: all.
@@ -55,8 +55,8 @@ def decode(
     for i in range(0, len(prompts), at_once):
         part = prompts[i : i + at_once]
         rows = slice(i * group_size, (i + len(part)) * group_size)
-        seen = None if images is None else images.select(torch.arange(i, i + len(part)))
-        work = part, group_size, uniforms[rows], how, end_ids, suppressed_ids, seen
+        own = None if images is None else images.select(torch.arange(i, i + len(part)))
+        work = part, group_size, uniforms[rows], sampling, end_ids, suppressed_ids, own
         parts.append((yield from _decode(model, *work)))
     tokens, logps = zip(*parts, strict=True)
     return torch.cat(tokens), torch.cat(logps)
@@ -67,12 +67,12 @@ def _decode(
     prompts: Sequence[list[int]],
     group_size: int,
     uniforms: torch.Tensor,
-    how: Sampling,
+    sampling: Sampling,
     end_ids: Sequence[int],
     suppressed_ids: Sequence[int],
     images: Images | None,
 ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
-    """The prompts that are decoded at once."""
+    """`decode` for prompts that are decoded at once."""
     device, (B, T) = model.device, uniforms.shape
     uniforms, end = uniforms.to(device), torch.tensor(list(end_ids), device=device)
     suppressed = torch.tensor(list(suppressed_ids), dtype=torch.long, device=device)
@@ -91,20 +91,19 @@ def _decode(
     check_every = CHECK_EVERY if device.type == "cuda" else 1
 
     with eval_mode(model), merging.merged(model):
-        # the prompt is read once per group; its keys and values are then repeated
+        # a prompt is read once per group; then its keys and values are repeated
         places = prompt_mask.long().cumsum(-1) - 1  # -1 where there is padding
         next_positions = prompt_lengths
         if images is None:
-            given = {"input_ids": prompt_ids, "position_ids": places.clamp(min=0)}
+            inputs = {"input_ids": prompt_ids, "position_ids": places.clamp(min=0)}
         else:
             images = images.to(device)
-            given = images.inputs(model, prompt_ids, torch.arange(len(prompts), device=device)[:, None], places)
+            inputs = images.inputs(model, prompt_ids, torch.arange(len(prompts), device=device)[:, None], places)
             next_positions = images.ends[images.prompts].to(device)
-        hidden = decoder(**given, attention_mask=prompt_mask.long(), **cached).last_hidden_state[:, -1]
+        hidden = decoder(**inputs, attention_mask=prompt_mask.long(), **cached).last_hidden_state[:, -1]
         hidden = hidden.repeat_interleave(group_size, 0)
         cache.batch_repeat_interleave(group_size)
-        # rows: the sequences still running, by their place in the batch
-        rows = torch.arange(B, device=device)
+        rows = torch.arange(B, device=device)  # sequences still running, by their place in the batch
         next_positions = next_positions.repeat_interleave(group_size)
         attention_mask = torch.ones(B, Q + T, dtype=torch.long, device=device)
         attention_mask[:, :Q] = prompt_mask.repeat_interleave(group_size, 0)
@@ -112,8 +111,8 @@ def _decode(
         healthy = hidden.isfinite().all()
         for t in range(T):
             logits = vocabulary_logits(model, hidden.to(head_device), weight).to(device)
-            logits = sampling.distribution(logits, how, t, end, suppressed)
-            tokens, logps = sampling.draw(logits, uniforms[rows, t], greedy=how.temperature == 0)
+            logits = distribution(logits, sampling, t, end, suppressed)
+            tokens, logps = draw(logits, uniforms[rows, t], greedy=sampling.temperature == 0)
             tokens_BT[rows, t] = torch.where(ended, -1, tokens)
             logps_BT[rows, t] = torch.where(ended, 0.0, logps)
             ended = ended | torch.isin(tokens, end)

@@ -1,11 +1,11 @@
 """Sampling completions from a policy.
 
-Sampling is from the plain softmax at `temperature`, over the whole vocabulary, in fp32: nothing is taken from a
-generation_config.json. Every sequence draws from its own stream of random numbers, named by (seed, step, prompt,
-completion). So the same seed gives the same completions on one GPU or several, in one process or many.
+Tokens are sampled from the plain softmax at `temperature` over the whole vocabulary, in fp32; nothing is
+taken from a generation_config.json. Every sequence has its own stream of random numbers, named by (seed,
+step, prompt, completion), so the same seed gives the same completions on one GPU or several, in one
+process or many.
 
-Dims: P prompts, G completions per prompt, B = P * G sequences, Q prompt tokens, C completion tokens, T new tokens at
-most, V vocabulary.
+Dims: P prompts, G completions per prompt, B = P * G sequences, C completion tokens.
 """
 
 import dataclasses
@@ -22,15 +22,14 @@ from common.base.distributed import print_main
 from common.generation import fallback
 from common.generation.batches import RolloutBatch, assemble, deal
 from common.generation.engine import Engine
-from common.maths import sampling
-from common.maths.sampling import Sampling
+from common.maths.sampling import Sampling, uniforms
 from common.model import attention
 from common.model.images import Images, is_vlm
 from common.model.logprobs import learned_positions
 
 
 class Sampler:
-    """Samples completions from the policy, on one device or several; keeps what the next rollout can use again."""
+    """Samples completions from the policy, on one device or several; keeps caches and graphs for the next rollout."""
 
     def __init__(
         self,
@@ -47,32 +46,32 @@ class Sampler:
         rollout_batch: int = 0,
         compile: bool = True,
     ):
-        """Chooses how each replica decodes, and says so once.
+        """Chooses how each replica decodes, and logs it.
 
         Args:
-            replicas: models with equal weights; with several, the prompts are dealt to them, and their GPUs work at the
-                same time.
+            replicas: models with equal weights; prompts are dealt to them, and their GPUs work at the same time.
             end_ids: every token that ends a completion.
             pad_id: what stands after the end.
             max_new_tokens: tokens after which a completion is cut off.
             min_new_tokens: no end token before this many.
-            top_p: see `sampling.Sampling`; likewise `top_k` and `min_p`.
-            top_k: log-probabilities of a rollout are those of the truncated distribution, the losses' are not.
-            min_p: the same.
+            top_p: see `sampling.Sampling`; with it, `top_k` or `min_p` the log-probabilities of a rollout are those of
+                the truncated distribution, the losses' are not.
+            top_k: see `sampling.Sampling`.
+            min_p: see `sampling.Sampling`.
             suppressed_ids: tokens that are never sampled.
             rollout_batch: completions decoded at once per replica, at most, but one group at least; 0: as many as
                 memory holds.
-            compile: let torch.compile merge the small operations of a step, on a GPU.
+            compile: compile the small operations of a step, on a GPU.
         """
         self.replicas, self.end_ids, self.pad_id = replicas, tuple(end_ids), pad_id
         self.suppressed_ids, self.rollout_batch = tuple(suppressed_ids), rollout_batch  # lowered if memory runs out
         self.max_new_tokens = max_new_tokens
-        self.how = Sampling(1.0, top_p, top_k, min_p, min_new_tokens)
+        self.sampling = Sampling(1.0, top_p, top_k, min_p, min_new_tokens)
         self.engines: list[Engine | None] = []
-        self.said_window, self.said_places = False, False
+        self._warned_of_window, self._warned_of_positions = False, False
         for replica in replicas:
             support = attention.install(replica)
-            fits = support.window >= max_new_tokens  # prompts are looked at when they are there
+            fits = support.window >= max_new_tokens  # prompt lengths are checked in `generate`
             reason = support.reason or ("" if fits else f"it has sliding windows of {support.window} tokens")
             engine = None if reason else Engine(replica, support, end_ids, suppressed_ids, compile)
             self.engines.append(engine)
@@ -107,37 +106,47 @@ class Sampler:
 
         Raises:
             FloatingPointError: the policy gave something that is not finite.
-            HopelessError: memory does not suffice for one group at a time; as long as more than one do not fit, fewer
-                are decoded at once, which gives the same completions.
-            ValueError: the images are not those of the prompts; or as `require_fit`.
+            HopelessError: memory does not suffice for one group at a time; until then, fewer are decoded at once, which
+                gives the same completions.
+            ValueError: the images are not those of the prompts; or as in `require_fit`.
         """
         self.require_fit(prompts)
-        if images is not None:
-            images.check([len(ids) for ids in prompts])
-        elif is_vlm(self.replicas[0].config):
-            token = self.replicas[0].config.image_token_id
-            if places := [i for i, ids in enumerate(prompts) if token in ids]:
-                raise ValueError(
-                    f"prompt {places[0]} has image tokens, but there are no images: give images=Images.of(...)"
-                )
-        how = dataclasses.replace(self.how, temperature=temperature)
+        self._check_images(prompts, images)
+        sampling = dataclasses.replace(self.sampling, temperature=temperature)
         prompt_numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
-        uniforms_BC = sampling.uniforms(seed, step, prompt_numbers, group_size, self.max_new_tokens)
+        uniforms_BC = uniforms(seed, step, prompt_numbers, group_size, self.max_new_tokens)
+        tokens_BC, logps_BC = self._decode(prompts, group_size, uniforms_BC, sampling, images)
+        return assemble(prompts, group_size, tokens_BC, logps_BC, self.pad_id, self.end_ids, images)
+
+    def _decode(
+        self,
+        prompts: Sequence[list[int]],
+        group_size: int,
+        uniforms_BC: torch.Tensor,
+        sampling: Sampling,
+        images: Images | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [B, C], -1 after the end, and their log-probabilities; prompts are dealt to the replicas."""
         # completions are not known yet: counted as if all were long
         costs = [len(ids) + group_size * self.max_new_tokens for ids in prompts]
         shares = [share for share in deal(costs, len(self.replicas)) if share]  # with few prompts, not one per replica
-        longest = max(map(len, prompts)) + self.max_new_tokens
-        if all(self.engines) and longest > self.window and not self.said_window:
-            self.said_window = True
-            reason = f"sequences of up to {longest} tokens are longer than its sliding windows of {self.window}"
-            print_main(f"rollout: now over the cache of transformers, because {reason}", file=sys.stderr)
+        within_window = self._within_window(prompts)
         for engine in filter(None, self.engines):
             engine.rows = 0
-        work = longest <= self.window, prompts, group_size, uniforms_BC, how, images
+
+        def decoder(replica: int, share: list[int]) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
+            uniforms_bC = uniforms_BC.unflatten(0, (-1, group_size))[share].flatten(0, 1)
+            own = None if images is None else images.select(torch.tensor(share))
+            work = [prompts[k] for k in share], group_size, uniforms_bC, sampling
+            if within_window and self.engines[replica]:
+                return self.engines[replica].decode(*work, self.rollout_batch, own)
+            ids = self.end_ids, self.suppressed_ids
+            return fallback.decode(self.replicas[replica], *work, *ids, self.rollout_batch, own)
+
         parts = None
         while parts is None:
             with memory.noticed() as failure:
-                parts = _in_turn([self._decoder(i, share, *work) for i, share in enumerate(shares)])
+                parts = _in_turn([decoder(i, share) for i, share in enumerate(shares)])
             if failure:
                 self._shrink(group_size, max(map(len, shares)) * group_size, failure[0])
         home = self.replicas[0].device
@@ -146,39 +155,38 @@ class Sampler:
             torch.cat([part[k].to(home) for part in parts]).unflatten(0, (-1, group_size))[back].flatten(0, 1)
             for k in range(2)
         )
-        batch = assemble(prompts, group_size, tokens_BC, logps_BC, self.pad_id, self.end_ids)
-        batch.images = None if images is None else images.repeat(group_size)
-        return batch
+        return tokens_BC, logps_BC
 
-    def _decoder(
-        self,
-        replica: int,
-        share: list[int],
-        by_engine: bool,
-        prompts: Sequence[list[int]],
-        group_size: int,
-        uniforms_BC: torch.Tensor,
-        how: Sampling,
-        images: Images | None,
-    ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
-        """What decodes the completions of a replica's share of the prompts."""
-        uniforms_bC = uniforms_BC.unflatten(0, (-1, group_size))[share].flatten(0, 1)
-        images = None if images is None else images.select(torch.tensor(share))
-        work = [prompts[k] for k in share], group_size, uniforms_bC, how
-        if by_engine and self.engines[replica]:
-            return self.engines[replica].decode(*work, self.rollout_batch, images)
-        ids = self.end_ids, self.suppressed_ids
-        return fallback.decode(self.replicas[replica], *work, *ids, self.rollout_batch, images)
+    def _check_images(self, prompts: Sequence[list[int]], images: Images | None) -> None:
+        """Refuses image tokens without images, and images of other prompts."""
+        if images is not None:
+            images.check([len(ids) for ids in prompts])
+        elif is_vlm(self.replicas[0].config):
+            token = self.replicas[0].config.image_token_id
+            if places := [i for i, ids in enumerate(prompts) if token in ids]:
+                raise ValueError(
+                    f"prompt {places[0]} has image tokens, but there are no images: give images=Images.of(...)"
+                )
+
+    def _within_window(self, prompts: Sequence[list[int]]) -> bool:
+        """Whether attention over all sequences is full, as the engine needs it; warns once if it is not."""
+        longest = max(map(len, prompts)) + self.max_new_tokens
+        if all(self.engines) and longest > self.window and not self._warned_of_window:
+            self._warned_of_window = True
+            reason = f"sequences of up to {longest} tokens are longer than its sliding windows of {self.window}"
+            print_main(f"rollout: now over the cache of transformers, because {reason}", file=sys.stderr)
+        return longest <= self.window
 
     def require_fit(self, prompts: Sequence[list[int]]) -> None:
-        """Requires prompts that the policy can read: at the start of a run of all, not at step 1,000 of one.
+        """Requires prompts that the policy can read; a run checks all of them at its start, not at step 1,000.
+
+        Rotary positions extrapolate, less well: sequences longer than the policy was made for get a warning, once.
 
         Args:
             prompts: their token ids.
 
         Raises:
-            ValueError: a token is none of the policy's, or it has learned positions, too few for the longest prompt and
-                its completions. Rotary ones go on, less well: that is said once.
+            ValueError: the policy has no such token, or too few learned positions for the longest sequence.
         """
         size = self.replicas[0].get_input_embeddings().num_embeddings
         highest = [max(ids) for ids in prompts]
@@ -189,17 +197,17 @@ class Sampler:
             )
         longest = max(map(len, prompts)) + self.max_new_tokens
         places = getattr(self.replicas[0].config.get_text_config(), "max_position_embeddings", None)
-        if places is None or longest <= places or self.said_places:
+        if places is None or longest <= places or self._warned_of_positions:
             return
         rotary = learned_positions(self.replicas[0]) is None
         what = f"sequences of up to {longest} tokens (prompt and max_new_tokens)"
         # an embedding read behind its end would be an IndexError, and on a GPU the end of the process
         require(rotary, what, f"the policy has {places} positions", "lower max_prompt_tokens or max_new_tokens")
-        self.said_places = True
+        self._warned_of_positions = True
         print_main(f"warning: {what}, but the policy was made for {places}: lower max_prompt_tokens or max_new_tokens")
 
     def _shrink(self, group_size: int, rows: int, failure: str) -> None:
-        """After a failure: half as many completions at once, out of `rows`, or fewer if fewer were tried."""
+        """After an out-of-memory error: halves the completions decoded at once, of `rows` at most."""
         self.release()
         memory.free()
         planned = max((engine.rows for engine in filter(None, self.engines)), default=0)  # by memory, at most

@@ -15,7 +15,8 @@ from typing import Any
 
 from common.base import distributed
 from common.base.devices import GIB
-from common.generation.engine import KEEP_SHARE, PREFILL_TOKENS
+from common.generation.engine import KEEP_SHARE
+from common.generation.scheduler import PREFILL_TOKENS
 from common.model import head, logprobs, merging
 from common.planning import shapes
 from common.training import optim
@@ -168,7 +169,7 @@ class Run:
         self.prompts = max(1, cfg.batch_size // ranks)
         self.rows = self.prompts * cfg.group_size
         self.sequence = longest + cfg.max_new_tokens
-        self.optimizer_steps = cfg.num_minibatches * option("gspo_epochs", 1) * option("grpo_epochs", 1)
+        self.optimizer_steps = cfg.num_minibatches * option("epochs", 1)
         self.has_kl = option("kl_coef", 0) > 0
         self.visual = 0
         if shape.levels:

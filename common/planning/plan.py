@@ -17,7 +17,7 @@ import dataclasses
 import io
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -263,24 +263,22 @@ def host_bytes() -> int:
 
 def require_fit(
     cfg: Any,
-    gpus: Any,
+    gpus: devices.Layout,
     *,
     ranks: int = 1,
     model: str = "",
     prompt_tokens: int = 0,
     visual_tokens: int | None = None,
-    **more: Sequence[torch.device],
 ) -> "Plan | str":
     """Prints the plan of a run on rank 0, and refuses what cannot fit; to be called before anything is loaded.
 
     Args:
         cfg: the Config of the script.
-        gpus: its layout; a script with one device gives a list of it.
+        gpus: where its roles are.
         ranks: processes of the run.
         model: as in `of`.
         prompt_tokens: as in `of`.
         visual_tokens: as in `of`.
-        **more: devices of roles that the layout does not have, such as `embedder`.
 
     Returns:
         The plan; or why there is none.
@@ -288,7 +286,7 @@ def require_fit(
     Raises:
         ValueError: not even a micro-batch of one sequence fits, and `force` is not set; what to change.
     """
-    found = {role: tuple(dict.fromkeys(where)) for role, where in _roles(cfg, gpus, more)}
+    found = {role: tuple(dict.fromkeys(gpus.of(role))) for role in layouts.role_names(cfg)}
     on_gpu = next(iter(found.values()))[0].type == "cuda"
     places = {d.index or 0: d for where in found.values() for d in where}
     numbers = {role: tuple(d.index or 0 for d in where) for role, where in found.items()}
@@ -330,19 +328,3 @@ def require_fit(
         return plan
     require(False, value, rule, f"{plan.advice()}; or --force true, if you know better")
     return plan
-
-
-def _roles(cfg: Any, gpus: Any, more: Mapping[str, Sequence]) -> Iterator[tuple[str, Sequence[torch.device]]]:
-    """The devices of each role that this configuration has, from the layout of a script."""
-    everything = list(gpus) if isinstance(gpus, Sequence) else None
-    trained, *others = layouts.role_names(cfg)
-    own = everything or getattr(gpus, trained)
-    yield trained, own
-    for role in others:
-        if role in ("rollout", "teacher"):
-            yield role, everything or getattr(gpus, role, None) or own
-        elif role == "embedder":
-            yield role, more.get(role, own[:1])
-        else:
-            yield role, own[:1] if everything else (getattr(gpus, role),)
-    yield from ((role, where) for role, where in more.items() if role not in others)

@@ -198,7 +198,7 @@ def save(
     """
     optimizer_state = optimizer.state_dict()  # a collective, if it is sharded
     rng_by_rank = distributed.gather_objects(_rng_state())
-    rollouts = distributed.gather_objects(_tensors(rollout) if rollout is not None else None)
+    rollouts = distributed.gather_objects(rollout.state_dict() if rollout is not None else None)
     with distributed.together("save"):
         if distributed.rank() == 0:
             final = Path(out_dir) / f"checkpoint-{step:06d}"
@@ -314,7 +314,7 @@ def unscored(folder: Path | None, device: torch.device, cfg: Any = None) -> Roll
     with safe_open(folder / ROLLOUT, "pt") as file:
         fields = {key.removeprefix(prefix): file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}  # noqa: SIM118
     distributed.print_main(f"{folder} holds completions that were not scored: they come first")
-    return RolloutBatch(**fields).to(device)
+    return RolloutBatch.from_state_dict(fields).to(device)
 
 
 def load(folder: Path, optimizer: AdamW, cfg: Any) -> tuple[int, int]:
@@ -393,17 +393,11 @@ def keep_batch(out_dir: str, step: int, micros: list[RolloutBatch]) -> Iterator[
         where = f"is in {path}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)  # a rank on another machine
-            save_file({f"micro{i}/{k}": v for i, micro in enumerate(micros) for k, v in _tensors(micro).items()}, path)
+            tensors = {f"micro{i}/{k}": v for i, micro in enumerate(micros) for k, v in micro.state_dict().items()}
+            save_file(tensors, path)
         except (OSError, SafetensorError) as failure:  # what stopped the run must be the error that is read last
             where = f"could not be kept ({failure})"
         raise FloatingPointError(f"step {step}: {error}; the batch {where}") from error
-
-
-def _tensors(batch: RolloutBatch) -> dict[str, torch.Tensor]:
-    """The fields of a batch that are there, on the CPU; what images it refers to comes from the data again."""
-    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    copies = {k: v.detach().cpu().clone() for k, v in values.items() if isinstance(v, torch.Tensor)}
-    return {name: tensor.contiguous() for name, tensor in copies.items()}  # copies: two masks may be one tensor
 
 
 def _step(folder: Path) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from common.base import devices, distributed, storage
@@ -25,35 +26,15 @@ IN_BAR = {"reward": "reward", "len": "completion_length", "clip": "clip_fraction
           "tok/s": "tokens_per_second"}  # fmt: skip
 
 
-class Log:
-    """Collects the numbers of a step over micro-batches, devices and ranks, and writes one line per step."""
+class StepMetrics:
+    """Averages of one step over micro-batches and devices of this process; numbers stay on their GPU until `take`."""
 
-    def __init__(self, out_dir: str, start: int, steps: int, gpus: list[torch.device]):
-        """Opens the files of a run; lines of steps after `start`, which will be taken again, are removed; a collective.
-
-        Args:
-            out_dir: of the run.
-            start: steps done before, 0 for a new run.
-            steps: steps of the whole run.
-            gpus: the devices whose memory is reported.
-        """
-        self.out_dir, self.gpus, self.is_main = Path(out_dir), gpus, distributed.rank() == 0
-        # by name and device: what lies on different GPUs is added up on the host, so that no GPU waits for another
+    def __init__(self):
+        """Starts a step."""
+        # by name and device: what lies on different GPUs is summed on the host, so that no GPU waits for another
         self._sums: dict[tuple[str, torch.device | None], Any] = {}
         self._weights: dict[tuple[str, torch.device | None], Any] = {}
         self._max: dict[str, Any] = {}
-        self._warned: set[str] = set()
-        found = False
-        if self.is_main:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.out_dir.mkdir(parents=True, exist_ok=True)
-            for name in ("metrics.jsonl", "samples.jsonl"):
-                keep_lines(self.out_dir / name, start if start else -1)  # a new run evaluates the starting model again
-            found = _has_evaluation(self.out_dir / "metrics.jsonl", start)
-            self._board = SummaryWriter(str(self.out_dir / "tensorboard"), purge_step=start + 1)
-            self._bar = tqdm(initial=start, total=steps, unit="step", dynamic_ncols=True)
-        self._start, self._evaluated = start, distributed.any_rank(found)
 
     def add(self, weight: float | torch.Tensor = 1.0, **values: float | torch.Tensor) -> None:
         """Adds to this step's averages; tensors stay on their device until the step ends.
@@ -71,17 +52,62 @@ class Log:
                 self._weights[key] = self._weights.get(key, 0.0) + weight
 
     def mark(self) -> tuple[dict, dict, dict]:
-        """What was added in this step so far, for `back`."""
+        """What was added in this step so far, for `rollback`."""
         return dict(self._sums), dict(self._weights), {name: list(seen) for name, seen in self._max.items()}
 
-    def back(self, mark: tuple[dict, dict, dict]) -> None:
-        """Forgets what was added since, because it will be computed again.
+    def rollback(self, mark: tuple[dict, dict, dict]) -> None:
+        """Forgets what was added since a mark, because it will be computed again.
 
         Args:
             mark: from `mark`, of the same step; good for more than one return.
         """
         self._sums, self._weights = dict(mark[0]), dict(mark[1])
         self._max = {name: list(seen) for name, seen in mark[2].items()}
+
+    def take(self) -> dict[str, dict[str, float]]:
+        """Ends the step: "sums", "weights" and "max" by name, on the host; a mean is its sum by its weight."""
+        counted = [*self._sums.values(), *self._weights.values(), *(x for seen in self._max.values() for x in seen)]
+        numbers = iter(_to_host(counted))
+        taken = {
+            "sums": _by_name(self._sums, numbers),
+            "weights": _by_name(self._weights, numbers),
+            "max": {name: max(next(numbers) for _ in seen) for name, seen in self._max.items()},
+        }
+        self._sums, self._weights, self._max = {}, {}, {}
+        return taken
+
+    def means(self) -> dict[str, float]:
+        """Ends the step: means and largest values by name, of this process."""
+        taken = self.take()
+        return {n: total / taken["weights"][n] for n, total in taken["sums"].items() if taken["weights"][n]} | taken[
+            "max"
+        ]
+
+
+class Log(StepMetrics):
+    """Writes one line per step to metrics.jsonl, over all ranks; TensorBoard, progress bar, samples.jsonl."""
+
+    def __init__(self, out_dir: str, start: int, steps: int, gpus: list[torch.device]):
+        """Opens the files of a run; lines of steps after `start`, which will be taken again, are removed; a collective.
+
+        Args:
+            out_dir: of the run.
+            start: steps done before, 0 for a new run.
+            steps: steps of the whole run.
+            gpus: the devices whose memory is reported.
+        """
+        super().__init__()
+        self.out_dir, self.gpus, self.is_main = Path(out_dir), gpus, distributed.rank() == 0
+        self._warned: set[str] = set()
+        found = False
+        if self.is_main:
+            self.out_dir.mkdir(parents=True, exist_ok=True)
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                keep_lines(self.out_dir / name, start if start else -1)  # a new run evaluates the starting model again
+            found = _has_evaluation(self.out_dir / "metrics.jsonl", start)
+            self._board = SummaryWriter(str(self.out_dir / "tensorboard"), purge_step=start + 1)
+            self._bar = tqdm(initial=start, total=steps, unit="step", dynamic_ncols=True)
+        self._start, self._evaluated = start, distributed.any_rank(found)
 
     def add_batch(self, batch: RolloutBatch) -> None:
         """Adds the lengths of a batch; a collective.
@@ -163,16 +189,10 @@ class Log:
         Raises:
             ValueError: not one completion of the step could be scored, on any rank.
         """
-        counted = [*self._sums.values(), *self._weights.values(), *(x for seen in self._max.values() for x in seen)]
-        numbers = iter(_to_host(counted))
-        own = {
-            "sums": _by_name(self._sums, numbers),
-            "weights": _by_name(self._weights, numbers),
-            "max": {name: max(next(numbers) for _ in seen) for name, seen in self._max.items()},
+        own = self.take() | {
             "memory": devices.peak_memory_gib(self.gpus),
             "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         }
-        self._sums, self._weights, self._max = {}, {}, {}
         ranks = distributed.gather_objects(own)
         line: dict[str, Any] = {"step": step}
         for name in own["sums"]:

@@ -1,44 +1,37 @@
-"""What must hold for the options that training scripts share; each script has rules of its own beside these."""
+"""Rules for the options that training scripts share; each script adds its own in `__post_init__`."""
 
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from common.base.checks import above_zero, at_least, one_of, require, require_numbers
+from common.base.distributed import print_main
 from common.maths import sampling
-from common.model import lora, sources
-from common.training import optim
+from common.model import lora
 
 
 def check(cfg: Any) -> None:
-    """Requires what must hold for the fields that all scripts share.
+    """Requires what must hold for the options of every training script.
 
     Args:
-        cfg: a Config.
+        cfg: a `settings.Settings`.
 
     Raises:
         ValueError: a rule is broken.
     """
     require_numbers(vars(cfg))
+    kinds = get_type_hints(type(cfg))
+    one_of(cfg, **{name: get_args(kind) for name, kind in kinds.items() if get_origin(kind) is Literal})
+    at_least(cfg, 0, *(name for name, kind in kinds.items() if kind in (int, float)))  # none has a meaning below 0
     at_least(cfg, 1, "steps", "batch_size", "group_size", "num_minibatches", "micro_batch_tokens", "max_new_tokens")
-    at_least(cfg, 1, "max_prompt_tokens", "save_every", "keep_checkpoints", "eval_examples")
-    at_least(cfg, 0, "min_new_tokens", "rollout_batch", "learning_rate", "warmup_steps", "weight_decay")
-    at_least(cfg, 0, "eval_every", "sample_every", "profile", "seed")
+    at_least(cfg, 1, "max_prompt_tokens", "save_every", "keep_checkpoints", "eval_examples", "collapse_steps")
     above_zero(cfg, "temperature")
-    if hasattr(cfg, "on_collapse"):  # not in scripts that were copied before there were guards
-        at_least(cfg, 1, "collapse_steps")
-        one_of(cfg, on_collapse=("warn", "stop", "off"))
     require(cfg.max_grad_norm > 0, f"max_grad_norm = {cfg.max_grad_norm}", "must be above 0", "inf: no clipping")
-    one_of(cfg, truncated=("keep", "mask"), dtype=("auto", *sources.DTYPES), device=("auto", "cuda", "cpu"))
-    one_of(cfg, optimizer_offload=optim.OFFLOAD)
-    at_least(cfg, 0, "memory_limit")
     lora.check(cfg)
     sampling.Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.min_p)  # has rules of its own
-    rows = cfg.batch_size * cfg.group_size
-    require(
-        rows >= cfg.num_minibatches,
-        f"num_minibatches = {cfg.num_minibatches}",
-        f"must be at most the {rows} completions of a step",
-        "lower it, or raise batch_size",
-    )
+    rows, what = cfg.batch_size * cfg.group_size, "completions of a step"
+    if getattr(cfg, "off_policy", False):
+        rows, what = cfg.batch_size, "answers of an off-policy step"
+    require(rows >= cfg.num_minibatches, f"num_minibatches = {cfg.num_minibatches}",
+            f"must be at most the {rows} {what}", "lower it, or raise batch_size")  # fmt: skip
     no_longer_than_completions(cfg, "min_new_tokens")
     require(
         not cfg.eval_data or (cfg.train_data == "toy") == (cfg.eval_data == "toy"),
@@ -49,19 +42,21 @@ def check(cfg: Any) -> None:
 
 
 def check_rl(cfg: Any) -> None:
-    """Requires what must hold for the fields that the reinforcement learning scripts share, those of `check` too.
+    """Requires what must hold for the options of reinforcement learning, those of `check` too.
 
     Args:
-        cfg: a Config.
+        cfg: a `settings.RLSettings`, or a `settings.RewardSettings` with `epochs`.
 
     Raises:
         ValueError: a rule is broken.
     """
     check(cfg)
     at_least(cfg, 2, "group_size")  # a group of one has no baseline
-    at_least(cfg, 0, "overlong_cache", "dynamic_sampling", "kl_coef", "reference_refresh")
-    no_longer_than_completions(cfg, "overlong_cache")
+    at_least(cfg, 1, "epochs")
     above_zero(cfg, "reward_patience")
+    if not hasattr(cfg, "reward_model"):
+        return
+    no_longer_than_completions(cfg, "overlong_cache")
     require(
         not (cfg.reward_url and cfg.reward_model),
         f"reward_url = {cfg.reward_url!r}, reward_model = {cfg.reward_model!r}",
@@ -88,3 +83,22 @@ def no_longer_than_completions(cfg: Any, name: str) -> None:
     """
     value, limit = getattr(cfg, name), cfg.max_new_tokens
     require(value <= limit, f"{name} = {value}", f"must be at most max_new_tokens = {limit}", "lower it")
+
+
+def check_grpo(cfg: Any) -> None:
+    """Requires what must hold for the losses of GRPO, and `check_rl`.
+
+    Args:
+        cfg: the Config of a GRPO script.
+
+    Raises:
+        ValueError: a rule is broken.
+    """
+    check_rl(cfg)
+    above_zero(cfg, "cispo_cap")
+    require(cfg.dual_clip == 0 or cfg.dual_clip > 1, f"dual_clip = {cfg.dual_clip}", "must be above 1",
+            "3 is usual; 0 switches it off")  # fmt: skip
+    require(cfg.dual_clip == 0 or cfg.loss != "cispo", f"dual_clip = {cfg.dual_clip}", "the loss 'cispo' holds all "
+            "tokens with cispo_cap", "leave this at 0")  # fmt: skip
+    if cfg.kl_coef > 0 and cfg.kl_estimator == "k1":
+        print_main("warning: kl_estimator = 'k1' has no gradient but noise: nothing is regularised")

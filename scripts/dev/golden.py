@@ -1,10 +1,10 @@
-"""Records the golden runs of tests/golden/ again and shows what has changed; commit the files if it should have.
+"""Records the golden runs of tests/golden/ again and prints what changed; commit the files if the change is intended.
 
 Run: python scripts/dev/golden.py             all cases, about five minutes on two cores
-     python scripts/dev/golden.py gspo        those whose name holds a word
+     python scripts/dev/golden.py gspo        cases whose name contains the word
 
-Each case is printed as `as recorded`, `new`, or with the numbers that differ. On a machine of a family that has not
-recorded them yet, a case that agrees within rounding keeps its numbers and gets one more checksum.
+Each case is printed as `as recorded`, `new`, or with the numbers that differ. On a machine family without a recording,
+a case that agrees within rounding keeps its numbers and gets one more checksum.
 """
 
 import sys

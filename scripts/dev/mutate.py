@@ -1,12 +1,12 @@
-"""Do the tests find faults? Puts 60 small ones into copies of this project, one at a time, and runs the tests on each.
+"""Mutation test: puts 60 small faults into copies of this project, one at a time, and runs the tests on each.
 
 Run:  python scripts/dev/mutate.py --out faults.md                  all faults, each against the fast tier
-      python scripts/dev/mutate.py --out faults.md --first-only     only the test files that each fault names
-      python scripts/dev/mutate.py --out faults.md --resume         goes on where a run ended
-      python scripts/dev/mutate.py kl-sign rng-lost                 these alone
-      python scripts/dev/mutate.py --root ../other --out other.md   the same faults in another checkout, and its tests
+      python scripts/dev/mutate.py --out faults.md --first-only     only the test files named with each fault
+      python scripts/dev/mutate.py --out faults.md --resume         continue an earlier run
+      python scripts/dev/mutate.py kl-sign rng-lost                 only these
+      python scripts/dev/mutate.py --root ../other --out other.md   another checkout with its own tests
 
-Exit code 1: fewer faults were found than NEEDED. The checkout itself is never changed.
+The exit code is 1 if fewer than NEEDED faults were found. The checkout itself is never changed.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 NEEDED = 54
-FIRST_LIMIT, REST_LIMIT = 900, 7200  # seconds; what takes longer hangs
-# test_copies.py compares the text of scripts with their copies: it finds every edit, whatever that does
+FIRST_LIMIT, REST_LIMIT = 900, 7200  # seconds; a run that takes longer counts as hanging
+# test_copies.py compares the text of scripts, so it finds every edit, whatever its effect
 NO_PROOF = "copies"
-# Built-in models, which are trained once: with a fault they would be others, and in every run they would take long
+# The built-in models are trained once, without a fault: with one they would differ, and take long in every run
 MODELS = """
 from common.tasks import toy
 from grpo.poster import toys
@@ -41,14 +41,14 @@ for module in (toy, toys):
 
 
 class Mutation(NamedTuple):
-    """A fault that changes what is computed, on the CPU too, and that no import or type tells of."""
+    """A fault that changes results, on the CPU too, and raises no error on import."""
 
     name: str
     kind: str  # sign, factor, swap, off by one, mask, dtype, sync, state (forgotten, or not brought back), check (lost)
-    file: str  # its name alone, so that files may move
-    old: str  # stands in it once
+    file: str  # base name, so that files may move
+    old: str  # occurs once in the file
     new: str
-    first: str  # test files to try first, the cheapest that finds it in front
+    first: str  # test files to run first, the cheapest first
 
 
 # fmt: off
@@ -70,14 +70,14 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "attention"),
     ("head-temperature", "factor", "head.py", "factor_N = grad_N / steps.temperature", "factor_N = grad_N", "logprobs"),
     # rollouts
-    ("one-end-token", "mask", "engine.py", "(tokens[:, None] == self.end).any(1)", "(tokens == self.end[0])",
+    ("one-end-token", "mask", "runner.py", "(tokens[:, None] == self.end).any(1)", "(tokens == self.end[0])",
      "rollout"),
-    ("cache-keeps-keys", "sync", "cache.py", "for cache in pool:", "for cache in pool[:1]:", "engine"),
-    ("cache-mask", "off by one", "cache.py", "device=self.device) <= position[:, None]",
-     "device=self.device) < position[:, None]", "engine"),
-    ("text-cut-off", "off by one", "rollout.py", "ids[: length if truncated else length - 1]", "ids[: length - 1]",
+    ("cache-keeps-keys", "sync", "runner.py", "in self.cache.row_tensors:", "in self.cache.row_tensors[:1]:", "engine"),
+    ("cache-mask", "off by one", "cache.py", "device=self.device) <= write[:, None]",
+     "device=self.device) < write[:, None]", "engine"),
+    ("text-cut-off", "off by one", "batches.py", "ids[: len(ids) if truncated else -1]", "ids[:-1]",
      "rollout"),
-    ("drop-forgets", "mask", "rollout.py", "self.trained = self.trained & ~rows", "self.trained = ~rows", "rollout"),
+    ("drop-forgets", "mask", "batches.py", "self.trained = self.trained & ~rows", "self.trained = ~rows", "rollout"),
     ("image-positions", "swap", "images.py", "start += max(h, w)", "start += min(h, w)", "images"),
     # data and rewards
     ("answer-as-float", "dtype", "data.py", "str(int(Decimal(repr(value)))) if", "str(int(value)) if", "data"),
@@ -152,8 +152,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "golden memory"),
     ("grpo-ddp-sync", "sync", "grpo_ddp.py", "distributed.sum_gradients(optimizer.params)", "pass",
      "golden grpo"),
-    ("gkd-sides", "sign", "gkd.py", "advantages_mC = micro.teacher_token_logps - micro.old_logps",
-     "advantages_mC = micro.old_logps - micro.teacher_token_logps", "golden gkd"),
+    ("gkd-sides", "sign", "gkd.py", "advantages_mC = micro.teacher.token_logps - micro.old_logps",
+     "advantages_mC = micro.old_logps - micro.teacher.token_logps", "golden gkd"),
     ("similarity-unused", "state", "similarity_grpo.py", "group_advantages(shaped_AG, cfg.scale)",
      "group_advantages(rewards_AG, cfg.scale)", "similarity"),
     ("poster-ranks", "sync", "poster_grpo.py", "by_rank[rank].flatten()", "by_rank[0].flatten()", "poster_grpo"),
@@ -163,19 +163,19 @@ MUTATIONS = [Mutation(*fields) for fields in (
 
 @dataclasses.dataclass
 class Result:
-    """What became of a fault; `mutation` as it was tried, so that a changed one is tried again."""
+    """Outcome of a fault; `mutation` is kept as it was tried, so that an edited one is tried again."""
 
     mutation: list[str]
-    found_by: str  # id of a test, or that a file hung; "": not found
+    found_by: str  # id of a test, or a message about a test file that hung; "": not found
     seconds: float
     tried: str  # test files, or "all"
 
 
 def place(root: Path, mutation: Mutation) -> tuple[Path, str]:
-    """The file of a mutation, relative to the root, and its text with the fault.
+    """Returns the file of a mutation, relative to the root, and its text with the fault.
 
     Raises:
-        ValueError: the file, or the text to be replaced, is not there exactly once.
+        ValueError: the file or the text to be replaced does not occur exactly once.
     """
     paths = [path for path in tracked(root) if path.name == mutation.file]
     if len(paths) != 1:
@@ -190,13 +190,13 @@ def place(root: Path, mutation: Mutation) -> tuple[Path, str]:
 
 
 def tracked(root: Path) -> list[Path]:
-    """The files that git knows and that are there."""
+    """Existing files that git tracks."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, check=True, capture_output=True).stdout.decode()
     return [Path(name) for name in listed.split("\0") if name and (root / name).is_file()]
 
 
 def copy(root: Path, folder: Path) -> Path:
-    """A copy of the tracked files, as they are in the working tree."""
+    """Copies the tracked files, as they are in the working tree."""
     for path in tracked(root):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(root / path, folder / path)
@@ -204,32 +204,32 @@ def copy(root: Path, folder: Path) -> Path:
 
 
 def put(path: Path, text: str) -> None:
-    """Writes a file, and forgets what Python has compiled of it: of equal size and second, it would run the old one."""
+    """Writes a file and deletes its bytecode, which Python would reuse for a file of equal size and second."""
     path.write_text(text, encoding="utf-8")
     for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
         compiled.unlink()
 
 
 class Tests:
-    """Runs pytest in a copy."""
+    """Runs pytest in a copy of the project."""
 
     def __init__(self, folder: Path, options: argparse.Namespace):
         self.folder, self.options, self.pid = folder, options, 0  # of pytest, while it runs
         self.files = {path.stem: path for path in (folder / "tests").rglob("test_*.py")}
 
     def named(self, first: str) -> list[str]:
-        """Paths of the files of `Mutation.first` that there are."""
+        """Paths of the existing test files of `Mutation.first`."""
         paths = [self.files.get(f"test_{name}") for name in first.split()]
         return [str(path.relative_to(self.folder)) for path in paths if path]
 
     def run(self, arguments: list[str], limit: float, stop: bool = True, own_cache: bool = True) -> str:
-        """What failed first: "" if nothing did.
+        """Runs pytest and returns the first failure, "" if all tests passed.
 
         Args:
-            arguments: files, and what else pytest takes.
+            arguments: test files and options of pytest.
             limit: seconds.
-            stop: at the first failure; otherwise all that failed, in lines.
-            own_cache: built-in models that a mutated project trains are not for others.
+            stop: stop at the first failure; otherwise return all failures, one per line.
+            own_cache: keep built-in models that a mutated project trains out of the shared cache.
         """
         command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=no", "-rfE"]
         command += arguments + ["-x"] * stop + [f"--deselect={test}" for test in self.options.deselect]
@@ -246,7 +246,7 @@ class Tests:
                 process = subprocess.Popen(command, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL,
                                            stdout=file, stderr=file, start_new_session=True)  # fmt: skip
                 self.pid, end = process.pid, time.monotonic() + limit
-                # not reaped before all of its family is ended: until then its number stays its own
+                # reap it only after its descendants are killed, so that its pid is not reused
                 look = os.WEXITED | os.WNOHANG | os.WNOWAIT
                 try:
                     while not (ended := os.waitid(os.P_PID, self.pid, look)) and time.monotonic() < end:
@@ -259,29 +259,29 @@ class Tests:
         if not ended:
             return f"hang: {' '.join(arguments)[:80]} did not end in {limit:g} s"
         failed = re.findall(r"^(?:FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - .*)?$", output, re.MULTILINE)
-        if code not in (0, 5) and not failed:  # not the tests' doing; with failures, it may abort at its exit
+        if code not in (0, 5) and not failed:  # not a test failure; after failures pytest may abort at exit
             raise RuntimeError(f"pytest {' '.join(arguments)[:80]} ended with {code}: {output[-500:]}")
         return failed[0] if failed and stop else "\n".join(failed)
 
 
 def kill(pid: int) -> None:
-    """Ends a process, those it started, and those these started, in whatever session."""
+    """Kills a process and all its descendants, in whatever session."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
     family = [pid]
-    for member in family:  # which grows meanwhile
+    for member in family:  # grows during the loop
         family += [child for child, parent in parents.items() if parent == member]
     for member in family:
         with contextlib.suppress(ProcessLookupError):
             os.kill(member, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):  # children of those that had ended already
+    with contextlib.suppress(ProcessLookupError):  # children whose parents have ended
         os.killpg(pid, signal.SIGKILL)
 
 
 def attempt(mutation: Mutation, tests: Tests) -> Result:
-    """Puts a fault into a copy, runs the tests, and takes it out again."""
+    """Puts a fault into a copy, runs the tests, and restores the file."""
     path, text = place(tests.options.root, mutation)
     target, first, start = tests.folder / path, tests.named(mutation.first), time.monotonic()
     before = target.read_text(encoding="utf-8")
@@ -300,7 +300,7 @@ def attempt(mutation: Mutation, tests: Tests) -> Result:
 
 
 def table(results: dict[str, Result]) -> str:
-    """The results as a page."""
+    """The results as a Markdown page."""
     rows = [["mutation", "kind", "file", "found by", "s"], ["---"] * 5]
     for mutation in MUTATIONS:
         if result := results.get(mutation.name):
@@ -312,7 +312,7 @@ def table(results: dict[str, Result]) -> str:
 
 
 def write(results: dict[str, Result], out: Path | None) -> None:
-    """Writes the page, and beside it the results as they are read by `known`."""
+    """Writes the page, and beside it the results that `known` reads."""
     if out:
         out.write_text(table(results), encoding="utf-8")
         lines = [json.dumps(dataclasses.asdict(result)) + "\n" for result in results.values()]
@@ -320,7 +320,7 @@ def write(results: dict[str, Result], out: Path | None) -> None:
 
 
 def void(results: dict[str, Result], tests: Tests) -> None:
-    """Takes back what was found by tests that fail without a fault, too."""
+    """Marks faults as not found if the test that found them also fails without a fault."""
     found = sorted({r.found_by for r in results.values() if r.found_by.startswith("tests/")})
     failed = tests.run(found, REST_LIMIT, False, False).splitlines() if found else []
     for result in results.values():
@@ -329,30 +329,30 @@ def void(results: dict[str, Result], tests: Tests) -> None:
 
 
 def known(out: Path) -> dict[str, Result]:
-    """Results of a former run, of mutations that are as they were."""
+    """Results of an earlier run for mutations that have not changed since."""
     file = out.with_suffix(".jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     results = {line["mutation"][0]: Result(**line) for line in lines}
     own = {mutation.name: list(mutation) for mutation in MUTATIONS}
     same = {name: r for name, r in results.items() if name in own and own[name][2:5] == r.mutation[2:5]}
-    # other test files are another chance for what was not found
+    # a fault that was not found is tried again with other test files
     return {name: r for name, r in same.items() if r.found_by or own[name][5] == r.mutation[5]}
 
 
 def main() -> int:
-    """Reads the command line; gives the exit code."""
+    """Runs the mutations and returns the exit code."""
     names = [mutation.name for mutation in MUTATIONS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutations; all by default")
-    parser.add_argument("--first-only", action="store_true", help="no tests but those of the files to try first")
-    parser.add_argument("--jobs", type=int, default=1, help="mutations at a time")
+    parser.add_argument("--first-only", action="store_true", help="run only the test files named with each fault")
+    parser.add_argument("--jobs", type=int, default=1, help="mutations in parallel (default: %(default)s)")
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[2], help="checkout to copy")
-    parser.add_argument("--marks", default="", help="expression for pytest -m; by default that of pyproject.toml")
-    parser.add_argument("--out", type=Path, help=".md to be written; results are kept beside it, in .jsonl")
-    parser.add_argument("--resume", action="store_true", help="keep the results of --out, and try what is not in them")
-    parser.add_argument("--deselect", action="append", default=[], metavar="TEST", help="a test that fails anyway")
-    parser.add_argument("--check", choices=("before", "after"), default="before", help="try the tests without a fault: "
-                        "all before, or, which takes less, those that found one afterwards")  # fmt: skip
+    parser.add_argument("--marks", default="", help="expression for pytest -m (default: that of pyproject.toml)")
+    parser.add_argument("--out", type=Path, help="Markdown file to write; results are kept in a .jsonl beside it")
+    parser.add_argument("--resume", action="store_true", help="keep the results of --out and try only the others")
+    parser.add_argument("--deselect", action="append", default=[], metavar="TEST", help="a test that always fails")
+    parser.add_argument("--check", choices=("before", "after"), default="before", help="when to run the tests "
+                        "without a fault: all of them before, or only those that found one, after")  # fmt: skip
     options = parser.parse_args()
     options.root = options.root.resolve()
     if odd := sorted({*options.names} - {*names}):
@@ -366,12 +366,11 @@ def main() -> int:
     wanted = [m for m in MUTATIONS if (m.name in options.names if options.names else m.name not in results)]
     results = {name: result for name, result in results.items() if name not in {m.name for m in wanted}}
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # which leaves the blocks below in order
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # unwinds the blocks below
     todo: queue.SimpleQueue[Mutation] = queue.SimpleQueue()
     for mutation in wanted:
         todo.put(mutation)
     lock, errors = threading.Lock(), []
-    # where nothing is left behind, whatever ends the run
     with tempfile.TemporaryDirectory(prefix="mutate-", ignore_cleanup_errors=True) as scratch:
         workers = [Tests(copy(options.root, Path(scratch) / f"copy{i}"), options) for i in range(max(1, options.jobs))]
         if wanted:
@@ -405,7 +404,7 @@ def main() -> int:
                 thread.start()
             for thread in threads:
                 thread.join()
-        finally:  # Ctrl-C does not reach what runs in sessions of its own
+        finally:  # Ctrl-C does not reach processes in other sessions
             errors.append(None)
             for pid in filter(None, [tests.pid for tests in workers]):
                 kill(pid)

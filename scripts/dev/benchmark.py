@@ -1,38 +1,43 @@
-"""Speed of the training step as users run it, on random weights of a known shape, on any card or the CPU.
+"""Measures the speed of the training step as users run it, with random weights of a known shape, on a GPU or the CPU.
 
-Run:   python scripts/benchmark.py --setting decode update --out speed.json
-       python scripts/benchmark.py --setting qwen0.5b-8x8 --new_tokens 512 -- --compile false   after "--": for gspo.py
-       python scripts/benchmark.py --setting cpu-smollm2 --baseline generate     beside transformers' model.generate
-       python scripts/benchmark.py --setting qwen0.5b-8x8 --peer trl             beside TRL's GRPOTrainer, if installed
-       python scripts/benchmark.py --setting gkd-0.5b-1.5b --peer trl trl_distillation      distillation: gkd/gkd.py
+Run:   python scripts/dev/benchmark.py --setting decode update --out speed.json
+       python scripts/dev/benchmark.py --setting qwen0.5b-8x8 --new_tokens 512 -- --compile false
+                                                                     options after "--" go to gspo.py
+       python scripts/dev/benchmark.py --setting cpu-smollm2 --baseline generate
+                                                                     beside transformers' model.generate
+       python scripts/dev/benchmark.py --setting qwen0.5b-8x8 --peer trl
+                                                                     beside TRL's GRPOTrainer, if installed
+       python scripts/dev/benchmark.py --setting gkd-0.5b-1.5b --peer trl trl_distillation
+                                                                     distillation with gkd/gkd.py
 
-A cycle is one step of gspo/gspo.py, or of gkd/gkd.py where the setting has a teacher: rollout, scores or teacher,
-num_minibatches optimizer steps. Times are medians over the cycles after --warmup. When the last one is reported the
-process is ended, so that no checkpoint is written.
-  cycle, rollout, score, teacher, logprobs, update   seconds of metrics.jsonl: the sum of the phases, and the phases
-  wall          seconds from line to line of that file, whatever happens between the phases; read every 20 ms
+A cycle is one step of gspo/gspo.py, or of gkd/gkd.py if the setting has a teacher: rollout, scores or teacher, and
+num_minibatches optimizer steps. Times are medians over the cycles after --warmup. The process is stopped after the
+last cycle, before it writes a checkpoint. Columns:
+  cycle, rollout, score, teacher, logprobs, update   seconds from metrics.jsonl: the sum of the phases, and each phase
+  wall          seconds between lines of that file, time between the phases included; polled every 20 ms
   decode/s      completion tokens / seconds of the rollout, the forward pass of the prompts included
-  tokens/s      completion tokens / seconds of the cycle, and seq/s completions; of all GPUs together
-  roofline      decode/s as a share of sequences * bandwidth / bytes. To give every sequence a token one must read
-                bytes = all weights once (a tied embedding: as the head) + keys and values of all live tokens, those
-                of a prompt once per group; in the dtype of the model, mean over the steps, so fixed lengths only
-  MFU           FLOPs / seconds of the update / peak FLOP/s, that of the card in bf16. A forward and backward pass over
+  tokens/s      completion tokens / seconds of the cycle; seq/s counts completions; both are sums over all GPUs
+  roofline      decode/s as a share of sequences * bandwidth / bytes. One more token for every sequence requires
+                reading all weights once (a tied embedding counts as the head), and the keys and values of all live
+                tokens, those of a prompt once per group; in the model's dtype, mean over the steps, so fixed lengths
+                only
+  MFU           FLOPs / seconds of the update / the card's peak FLOP/s in bf16. A forward and backward pass over
                 T = prompt + completion tokens takes 6 * (parameters without embedding and head) * all tokens
                 + 6 * head parameters * completion tokens + 6 * layers * heads * head_dim * (sum of T^2 over the
-                sequences); what is computed a second time does not count. With a teacher, whose head is applied in
-                the update, + 2 * parameters of that head * completion tokens
-  length, GiB   mean tokens of a completion; peak memory allocated by tensors on the fullest GPU, after --warmup, and
-  planned       what common/planning/plan.py expects of that
-  first, start  seconds of the first step (compiles, captures), and of the process before it
-and with a teacher, for one GPU and without offloading:
-  above resident   GiB less what stands there all the time: of every parameter of the student its weight, the fp32
-                master of a half-precision weight, and Adam's two states (gkd.py in bf16: 2 + 4 + 8 bytes; TRL with
-                fp32 weights: 4 + 8, with bf16 weights: 2 + 4), and every weight of the teacher (2 bytes in bf16).
-                What is left are gradients, activations, logits, the loss, keys and values, and the optimizer at work
-  loss GiB      peak during the forward passes of student and teacher and the backward pass of a cycle's completions,
-                less what was allocated when the first of them began, gradients not yet; largest of the cycles after
-                --warmup. Generation and the optimizer's step are left out. The same code measures both sides
-  at once       most tokens, prompts included, in one forward pass with gradient, which the last number grows with
+                sequences); recomputation does not count. A teacher, whose head is applied in the update, adds
+                2 * parameters of that head * completion tokens
+  length, GiB   mean tokens of a completion; peak memory allocated by tensors on the fullest GPU, after --warmup
+  planned       what common/planning/plan.py predicts for that peak
+  first, start  seconds of the first step (compilation, graph capture), and of the process before it
+With a teacher, on one GPU and without offloading, also:
+  above resident   GiB less what is always allocated: for every student parameter its weight, the fp32 master of a
+                half-precision weight, and Adam's two states (gkd.py in bf16: 2 + 4 + 8 bytes; TRL with fp32 weights:
+                4 + 8, with bf16 weights: 2 + 4); and the teacher's weights (2 bytes each in bf16). The rest is
+                gradients, activations, logits, the loss, keys and values, and temporaries of the optimizer
+  loss GiB      peak during the forward passes of student and teacher and the backward pass over a cycle's completions,
+                less what was allocated before the first of them, when there are no gradients yet; largest of the
+                cycles after --warmup. Generation and the optimizer step do not count. The same code measures both
+  at once       most tokens, prompts included, in one forward pass with gradient; loss GiB grows with it
 """
 
 import argparse
@@ -75,7 +80,7 @@ from transformers import (
     XLMRobertaModel,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from common.base import config, devices
 from common.base.checks import require
@@ -104,28 +109,28 @@ CARDS = {  # name as torch gives it: bytes per second, and dense bf16 FLOP/s, of
     "NVIDIA GeForce RTX 4090": (1.008e12, 165e12),
     "NVIDIA A10G": (0.6e12, 70e12),
 }
-# options of scripts/benchmark_trl.py, or with a teacher of scripts/benchmark_trl_gkd.py
+# options of benchmark_trl.py, or of benchmark_trl_gkd.py if the setting has a teacher
 PEERS = {"trl": [], "trl_bf16": ["--bf16_weights"], "trl_distillation": ["--trainer", "distillation"]}
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is measured; every field is an option. kl_coef has no part in distillation."""
+    """What is measured; every field is a command-line option. Distillation ignores kl_coef."""
 
     model: str = "qwen0.5b"  # qwen0.5b, qwen1.5b, smollm2, tiny: random weights of that shape; toy: the built-in policy
     batch_size: int = 8  # prompts per cycle
     group_size: int = 8  # completions per prompt
     prompt_tokens: int = 128  # tokens of every prompt
-    new_tokens: int = 256  # tokens of every completion; geometric: their mean; natural: at most
-    lengths: str = "fixed"  # or "geometric": any token ends a completion with the same probability; "natural" with toy
-    shortest: int = 8  # of geometric lengths
-    longest: int = 1024  # of geometric lengths
+    new_tokens: int = 256  # tokens of every completion; their mean if lengths is geometric, their limit if natural
+    lengths: str = "fixed"  # or "geometric": every token is the last with the same probability; "natural" for toy
+    shortest: int = 8  # least geometric length
+    longest: int = 1024  # largest geometric length
     num_minibatches: int = 4  # optimizer steps per cycle
     kl_coef: float = 0.001  # above 0: with a reference model
     device: str = "auto"  # cuda, cpu, or auto
     dtype: str = "auto"  # bf16, fp16, fp32, or auto: bf16 on a GPU
     peer_sequences: int = 0  # sequences in one forward of the peer; 0: all of an optimizer step
-    teacher: str = ""  # shape of a teacher, with the vocabulary of the model, which is then the student of gkd.py
+    teacher: str = ""  # shape of a teacher with the same vocabulary; the model is then the student of gkd.py
 
     def __post_init__(self):
         known, allowed = (*SHAPES, "toy"), ("natural",) if self.model == "toy" else ("fixed", "geometric")
@@ -157,15 +162,15 @@ SETTINGS = {
     "gkd-0.5b-1.5b": Setting(batch_size=64, group_size=1, num_minibatches=1, peer_sequences=8, teacher="qwen1.5b"),
     "gkd-tiny": Setting("tiny", 4, 2, 8, 8, num_minibatches=2, peer_sequences=2, teacher="tiny-teacher"),
 }
-WATCHED = "--run_watched"  # first argument of the process that measures the memory of a script
-LOSS = dict(loss="jsd", beta=0.5, lmbda=1.0)  # of the distillation; what stands after "--" wins
+WATCHED = "--run_watched"  # first argument of the child process that measures memory
+LOSS = dict(loss="jsd", beta=0.5, lmbda=1.0)  # of the distillation; options after "--" override it
 
 
 # ---- models and prompts ----
 
 
 def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of so many tokens, without chat template, for which one word, such as "w17", is one token."""
+    """A tokenizer without chat template for which one word, such as "w17", is one token."""
     words = [f"w{i}" for i in range(vocabulary - len(SPECIALS))] + SPECIALS
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -174,7 +179,7 @@ def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def config_of(name: str) -> PreTrainedConfig:
-    """The transformers config of a name of SHAPES."""
+    """The transformers config for a name in SHAPES."""
     family, vocabulary, hidden, intermediate, layers, heads, kv_heads, positions, tied = SHAPES[name]
     return AutoConfig.for_model(
         family, vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
@@ -184,13 +189,13 @@ def config_of(name: str) -> PreTrainedConfig:
 
 
 def make_model(name: str, num_ends: int, work_dir: Path) -> Path:
-    """A folder with seeded random weights and a tokenizer, made once.
+    """Folder with seeded random weights and a tokenizer, cached in `work_dir`.
 
     Args:
-        name: of SHAPES.
-        num_ends: end tokens. Logits of random weights are nearly uniform, so that any token ends a completion with
-            probability num_ends / vocabulary.
-        work_dir: where such folders are kept.
+        name: key of SHAPES.
+        num_ends: number of end tokens. Logits of random weights are nearly uniform, so every token ends a completion
+            with probability num_ends / vocabulary.
+        work_dir: cache folder.
     """
     cfg = config_of(name)
     recipe = repr((SHAPES[name], num_ends, transformers.__version__))
@@ -211,11 +216,7 @@ def make_model(name: str, num_ends: int, work_dir: Path) -> Path:
 
 
 def make_embedder(work_dir: Path) -> Path:
-    """A folder with random weights of the shape of BAAI/bge-m3 (XLM-RoBERTa large), and a tokenizer, made once.
-
-    Args:
-        work_dir: where such folders are kept.
-    """
+    """Folder with random weights in the shape of BAAI/bge-m3 (XLM-RoBERTa large), cached in `work_dir`."""
     vocabulary, folder = 250002, work_dir / "models" / f"bge-m3-{transformers.__version__}"
     if folder.is_dir():
         return folder
@@ -225,7 +226,7 @@ def make_embedder(work_dir: Path) -> Path:
         vocab_size=vocabulary, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096,
         max_position_embeddings=8194, pad_token_id=1, type_vocab_size=1,
     )  # fmt: skip
-    tokenizer.pad_token = "w1"  # places are counted from the pad id, which must be that of the config
+    tokenizer.pad_token = "w1"  # positions start after the pad id, which must be the config's
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
         for part in (XLMRobertaModel(cfg).half(), tokenizer):
@@ -235,7 +236,7 @@ def make_embedder(work_dir: Path) -> Path:
 
 
 def write_prompts(path: Path, rows: int, prompt_tokens: int, vocabulary: int) -> None:
-    """Writes prompts of random words, with an answer that no completion can give."""
+    """Writes prompts of random words with an answer that no completion can match."""
     rng = random.Random(0)
     with open(path, "w", encoding="utf-8") as file:
         for _ in range(rows):
@@ -248,18 +249,18 @@ def write_prompts(path: Path, rows: int, prompt_tokens: int, vocabulary: int) ->
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What the formulas need to know of a model."""
+    """Sizes of a model that the formulas need."""
 
     layers: int
     attention_width: int  # heads * head_dim
     kv_width: int  # key-value heads * head_dim
     body: int  # parameters without embedding and head
-    head: int  # parameters of the head, which may be those of the embedding
-    embedding: int = 0  # parameters of an embedding of its own
+    head: int  # parameters of the head, tied or not
+    embedding: int = 0  # parameters of an untied embedding
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """Number of all parameters."""
         return self.body + self.head + self.embedding
 
 
@@ -269,7 +270,7 @@ def shape_of(name: str) -> Shape:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(cfg, trust_remote_code=False)
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    apart = {id(weight): weight.numel() for weight in (head, embedding)}  # one entry if they are tied
+    apart = {id(weight): weight.numel() for weight in (head, embedding)}  # one entry if tied
     head_dim = getattr(cfg, "head_dim", None) or cfg.hidden_size // cfg.num_attention_heads
     return Shape(cfg.num_hidden_layers, cfg.num_attention_heads * head_dim, cfg.num_key_value_heads * head_dim,
                  model.num_parameters() - sum(apart.values()), head.numel(),
@@ -279,11 +280,11 @@ def shape_of(name: str) -> Shape:
 def decode_bytes(
     shape: Shape, batch_size: int, group_size: int, prompt_tokens: int, new_tokens: int, itemsize: int
 ) -> float:
-    """Bytes that must be read to give every sequence one more token, mean over the tokens of a completion.
+    """Bytes to be read for one more token in every sequence, mean over the tokens of a completion.
 
     Every weight is read once; a tied embedding counts once, as the head, an untied one not at all. Token t of a
-    completion, t = 0 .. new_tokens - 1, attends to the prompt, whose keys and values its group shares, and to t tokens
-    of its own, in the mean (new_tokens - 1) / 2. Each has a key and a value in every layer.
+    completion, t = 0 .. new_tokens - 1, attends to the prompt, whose keys and values the group shares, and to the t
+    tokens before it, (new_tokens - 1) / 2 on average. Each has a key and a value in every layer.
 
     Args:
         shape: of the model.
@@ -298,11 +299,11 @@ def decode_bytes(
 
 
 def update_flops(shape: Shape, sequences: int, prompt_tokens: float, new_tokens: float, variance: float = 0.0) -> float:
-    """Floating-point operations of a forward and backward pass over a rollout; recomputation does not count.
+    """FLOPs of a forward and backward pass over a rollout, without recomputation.
 
-    A weight costs each token 2 operations forward, and backward 2 for each of two gradients: 6. The head sees
-    completion tokens only. In attention, Q K^T and P V take 2 T^2 d each per layer (d = heads * head_dim); the causal
-    half of both is 2 T^2 d forward, and 6 T^2 d with the backward pass.
+    A weight costs 2 FLOPs per token forward and 4 backward (two gradients). The head is applied to completion tokens
+    only. In attention, Q K^T and P V take 2 T^2 d each per layer (d = heads * head_dim); the causal half of both is
+    2 T^2 d forward, and 6 T^2 d with the backward pass.
 
     Args:
         shape: of the model.
@@ -317,26 +318,21 @@ def update_flops(shape: Shape, sequences: int, prompt_tokens: float, new_tokens:
 
 
 def resident_bytes(student: int, teacher: int, weight_itemsize: int, state_itemsize: int, teacher_itemsize: int) -> int:
-    """Bytes of a distillation that are there all the time: weights, masters and Adam's states, not the gradients.
+    """Bytes that distillation keeps allocated: weights, masters and Adam's states, not gradients.
 
     Args:
-        student: its parameters, all of which are trained.
-        teacher: its parameters.
-        weight_itemsize: bytes of a weight of the student.
-        state_itemsize: bytes of a number of the optimizer; a weight of fewer bytes has a master of that size.
-        teacher_itemsize: bytes of a weight of the teacher.
+        student: number of parameters, all trained.
+        teacher: number of parameters.
+        weight_itemsize: bytes of a student weight.
+        state_itemsize: bytes of an optimizer state; smaller weights have a master of that size.
+        teacher_itemsize: bytes of a teacher weight.
     """
     masters = state_itemsize if weight_itemsize < state_itemsize else 0
     return student * (weight_itemsize + masters + 2 * state_itemsize) + teacher * teacher_itemsize
 
 
 def add_memory(numbers: dict[str, Any], resident: int) -> None:
-    """Adds what is above `resident` bytes to numbers that have "memory_gib"; None if that is not known.
-
-    Args:
-        numbers: of a side.
-        resident: from `resident_bytes`.
-    """
+    """Adds "resident_gib" and "above_resident_gib" to `numbers`; the latter is None without "memory_gib"."""
     peak, numbers["resident_gib"] = numbers["memory_gib"], resident / devices.GIB
     numbers["above_resident_gib"] = None if peak is None else peak - numbers["resident_gib"]
 
@@ -350,12 +346,12 @@ def summarise(
     peak: float | None,
     teacher: Shape | None = None,
 ) -> dict[str, Any]:
-    """The numbers of a run; None where one cannot be known.
+    """The reported numbers of a run; None for unknown ones.
 
     Args:
         lines: of metrics.jsonl, one per counted step.
         setting: what was measured.
-        cfg: configuration of the run, as gspo.py saved it.
+        cfg: config.json of the run.
         shape: of the model.
         bandwidth: of the memory, bytes per second, if known.
         peak: FLOP/s of the card, if known.
@@ -378,7 +374,7 @@ def summarise(
     if setting.lengths != "natural":
         variance = (length - setting.shortest) ** 2 if setting.lengths == "geometric" else 0.0
         flops = update_flops(shape, sequences, setting.prompt_tokens, length, variance)
-        flops *= cfg.get("gspo_epochs", cfg.get("grpo_epochs", 1))  # distillation has none
+        flops *= cfg.get("epochs", 1)  # absent in distillation
         if teacher:
             flops += 2 * sequences * length * teacher.head
         numbers["update_flops"], numbers["mfu"] = flops, flops / numbers["seconds_update"] / peak if peak else None
@@ -395,7 +391,7 @@ def summarise(
 
 
 def forward_tokens(setting: Setting, sequences: int) -> int | None:
-    """Tokens of so many sequences, if their length is known."""
+    """Tokens of this many sequences; None if their lengths vary."""
     return sequences * (setting.prompt_tokens + setting.new_tokens) if setting.lengths == "fixed" else None
 
 
@@ -403,35 +399,35 @@ def forward_tokens(setting: Setting, sequences: int) -> int | None:
 
 
 class LossMemory:
-    """Peak during forward and backward passes above what was allocated before them; word for word in both scripts.
+    """Peak during forward and backward passes above what was allocated before them; the same code in both scripts.
 
     Attributes:
-        source: what has torch.cuda's functions; its current device counts.
-        highest: peak since `overall` was last called, in bytes, as far as the counter below has been reset.
+        source: torch.cuda or an object with its memory functions; measures the current device.
+        highest: peak in bytes between the last call of `overall` and the last reset of the device's counter.
     """
 
     def __init__(self, source: Any = torch.cuda):
         self.source, self.highest, self._before, self._peak = source, 0, None, 0
 
     def open(self) -> None:
-        """From here on passes are made; what was allocated at the first call since `take` counts as before them."""
+        """Starts measuring; the first call since `take` also records what was allocated before the passes."""
         self.highest = max(self.highest, self.source.max_memory_allocated())
         self.source.reset_peak_memory_stats()
         if self._before is None:
             self._before = self.source.memory_allocated()
 
     def close(self) -> None:
-        """Up to here passes were made; there may be more after another `open`."""
+        """Stops measuring until the next `open`."""
         self._peak = max(self._peak, self.source.max_memory_allocated())
 
     def take(self) -> float:
-        """GiB between the first `open` and the last `close`, above what was allocated before."""
+        """Peak in GiB between `open` and `close`, above what was allocated at the first `open`; resets both."""
         gib = (self._peak - self._before) / 2**30
         self._before, self._peak = None, 0
         return gib
 
     def overall(self) -> float:
-        """Peak in GiB since the last call, whatever was made."""
+        """Peak in GiB since the last call."""
         gib = max(self.highest, self.source.max_memory_allocated()) / 2**30
         self.highest = 0
         self.source.reset_peak_memory_stats()
@@ -440,13 +436,10 @@ class LossMemory:
 
 @contextlib.contextmanager
 def watching(memory: LossMemory) -> Iterator[None]:
-    """Has a script of gkd/ write "loss_memory_gib_max" into its lines, if it runs on one GPU.
+    """Patches a script of gkd/ to log "loss_memory_gib_max" if it runs on one GPU.
 
-    The passes are those of the phases "teacher" and "update", without `AdamW.step`. Peak memory is reported as before,
-    though the counter is reset in between.
-
-    Args:
-        memory: of the GPU.
+    Covers the phases "teacher" and "update" without `AdamW.step`. The reported peak memory stays the same, although
+    the counter is reset more often.
     """
     timed, step, peaks, inside = metrics.Log.time, optim.AdamW.step, devices.peak_memory_gib, False
 
@@ -483,26 +476,14 @@ def watching(memory: LossMemory) -> Iterator[None]:
 
 
 def run_watched(script: str, arguments: list[str]) -> None:
-    """Runs a script of gkd/ as if it had been called itself, `watching` its memory.
-
-    Args:
-        script: path.
-        arguments: its command line.
-    """
+    """Runs a script of gkd/ as its own main program, `watching` its memory."""
     sys.argv = [script, *arguments]
     with watching(LossMemory()):
         runpy.run_path(script, run_name="__main__")
 
 
 def planned_gib(script: str, arguments: list[str], ranks: int, setting: Setting) -> float | None:
-    """What common/planning/plan.py expects as the peak of the fullest GPU; None on a CPU.
-
-    Args:
-        script: path.
-        arguments: its command line.
-        ranks: processes.
-        setting: with the length of the prompts.
-    """
+    """Peak of the fullest GPU in GiB as planned by common/planning/plan.py; None on a CPU."""
     if pick_device(setting.device).type == "cpu":
         return None
     module, cfg = layouts.load(script, arguments)
@@ -517,26 +498,26 @@ def planned_gib(script: str, arguments: list[str], ranks: int, setting: Setting)
 
 
 def pick_device(device: str) -> torch.device:
-    """The device that the scripts take."""
+    """The device that the scripts would use."""
     return torch.device("cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu")
 
 
 def run(
     command: list[str], folder: Path, wanted: Callable[[], bool], timeout: float, ranks: int = 1, **environment: str
 ) -> None:
-    """Runs a command, its output in folder/log.txt, and ends it once `wanted()`, asked every 20 ms, is true.
+    """Runs a command, logging to folder/log.txt, and kills it once `wanted()`, polled every 20 ms, is true.
 
     Args:
-        command: its words.
+        command: program and arguments.
         folder: for the log.
-        wanted: whether what the command is run for is there.
+        wanted: whether the command has produced its result.
         timeout: seconds.
-        ranks: processes of it, with the environment that torchrun would give them; torchrun itself would give each a
-            session of its own, in which it outlives the launcher.
+        ranks: processes, with torchrun's environment variables; torchrun itself starts its ranks in sessions of their
+            own, where they outlive the launcher.
         **environment: variables to set.
 
     Raises:
-        RuntimeError: the command ended, or the time was up, before; the message has the last lines it printed.
+        RuntimeError: the command ended or timed out before `wanted()`; the message has its last lines.
     """
     end, log = time.monotonic() + timeout, folder / "log.txt"
     with socket.socket() as free:
@@ -558,7 +539,7 @@ def run(
     finally:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and what it started
+                os.killpg(process.pid, signal.SIGKILL)  # and its children
             process.wait()
     if not wanted():
         last = log.read_text(errors="replace").replace("\r", "\n").rstrip().split("\n")[-20:]
@@ -566,15 +547,15 @@ def run(
 
 
 def read_steps(out_dir: Path) -> list[dict]:
-    """The lines of training steps that a run has written so far."""
+    """Lines of the training steps that a run has logged so far."""
     path = out_dir / "metrics.jsonl"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return [line for line in lines if "seconds" in line]  # those of evaluations have none
+    return [line for line in lines if "seconds" in line]  # not those of evaluations
 
 
 def measure(name: str, setting: Setting, args: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
-    """Measures a setting, and what is to be compared with it, whose failure leaves an entry {"error": text}."""
+    """Measures a setting and its baselines and peers; one of these that fails leaves {"error": text}."""
     (Path(args.work_dir) / "runs").mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=Path(args.work_dir) / "runs"))
     shortest, longest = {"fixed": (setting.new_tokens,) * 2, "geometric": (setting.shortest, setting.longest),
@@ -591,7 +572,7 @@ def measure(name: str, setting: Setting, args: argparse.Namespace, extra: list[s
     own = dict(student_model=policy, teacher_model=teacher) if teacher else dict(policy_model=policy)
     options = own | dict(
         train_data=prompts, eval_data="", out_dir=folder / "run", resume="none",
-        steps=args.steps + 1, save_every=args.steps + 1, eval_every=0, sample_every=0,  # ended before it would save
+        steps=args.steps + 1, save_every=args.steps + 1, eval_every=0, sample_every=0,  # stopped before it saves
         batch_size=setting.batch_size, group_size=setting.group_size, num_minibatches=setting.num_minibatches,
         max_prompt_tokens=max(512, setting.prompt_tokens), max_new_tokens=longest, min_new_tokens=shortest,
         learning_rate=1e-6, device=setting.device, dtype=setting.dtype,
@@ -626,7 +607,7 @@ def measure(name: str, setting: Setting, args: argparse.Namespace, extra: list[s
     result = {"command": shlex.join(command), "config": cfg, "shape": vars(shape), "numbers": numbers, "lines": lines}
     result |= {"teacher_shape": vars(other)} if other else {}
     if args.baseline:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # the memory it takes ends with it
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # frees its memory when it ends
             result["generate"] = attempt(pool.submit(time_generate, cfg, prompts, shortest).result)
     for peer in args.peer:
         result[peer] = attempt(run_peer, peer, setting, cfg, shortest, args, folder)
@@ -640,7 +621,7 @@ def measure(name: str, setting: Setting, args: argparse.Namespace, extra: list[s
 
 
 def time_generate(cfg: dict, prompts: str, min_new_tokens: int) -> dict[str, float]:
-    """Completion tokens per second of transformers' model.generate on one batch, sampling as our script does."""
+    """Completion tokens per second of transformers' model.generate on one batch, sampled as in our script."""
     device = pick_device(cfg["device"])
     tokenizer, model = models.load_policy(cfg.get("student_model") or cfg["policy_model"], device, cfg["dtype"])
     examples = data.load_examples(prompts, tokenizer, cfg["max_prompt_tokens"])[: cfg["batch_size"]]
@@ -657,19 +638,19 @@ def time_generate(cfg: dict, prompts: str, min_new_tokens: int) -> dict[str, flo
         devices.synchronize([device])
         seconds = time.perf_counter() - began
         is_end = torch.isin(ids[:, inputs["input_ids"].shape[1] :], torch.tensor(ends, device=device)).long()
-        speeds.append(int((is_end.cumsum(1) - is_end == 0).sum()) / seconds)  # up to and with the first end
+        speeds.append(int((is_end.cumsum(1) - is_end == 0).sum()) / seconds)  # up to and including the first end token
     return {"tokens_per_second": statistics.median(speeds[1:]), "first_tokens_per_second": speeds[0]}
 
 
 def run_peer(
     peer: str, setting: Setting, cfg: dict, min_new_tokens: int, args: argparse.Namespace, folder: Path
 ) -> dict[str, Any]:
-    """Medians of the peer's script on the models, the prompts, the numbers and the cycles of a run.
+    """Medians of the peer's script with the models, prompts, sizes and number of cycles of a run.
 
-    Of memory, where it is measured by cycle, the largest, as on our side.
+    Memory measured per cycle is reported by its maximum, as on our side.
 
     Raises:
-        ValueError: our side was told to do what the peer cannot.
+        ValueError: an option of our side that the peer does not support.
     """
     script, own = "benchmark_trl.py", ("policy_model", "kl_coef")
     if setting.teacher:
@@ -685,9 +666,9 @@ def run_peer(
     options |= {"sequences": setting.peer_sequences, "arguments": args.peer_arguments}
     if setting.teacher:
         options["beta"] = betas[cfg["loss"]]
-    command = [sys.executable, str(ROOT / "scripts" / script), *as_options(options), *PEERS[peer]]
+    command = [sys.executable, str(ROOT / "scripts" / "dev" / script), *as_options(options), *PEERS[peer]]
     (folder / peer).mkdir()
-    one_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # TRL refuses to see several
+    one_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # TRL must see one GPU only
     run(command, folder / peer, out.exists, args.timeout, CUDA_VISIBLE_DEVICES=one_gpu)
     measured = json.loads(out.read_text())
     for name in ("seconds", "seconds_rollout", "completion_length"):
@@ -699,7 +680,7 @@ def run_peer(
 
 
 def attempt(function: Callable[..., dict], *arguments: Any) -> dict[str, Any]:
-    """What the function returns; after an error, which is printed, {"error": text}."""
+    """Returns what the function returns; prints an error and returns {"error": text}."""
     try:
         return function(*arguments)
     except Exception as error:
@@ -716,7 +697,7 @@ def as_options(values: dict[str, Any]) -> list[str]:
 
 
 def card(device: str = "auto") -> str:
-    """Name of the GPU, or "CPU" with that of the processor."""
+    """Name of the GPU, or "CPU" and the processor's name."""
     if pick_device(device).type == "cuda":
         return torch.cuda.get_device_name(0)
     about = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
@@ -725,12 +706,12 @@ def card(device: str = "auto") -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Card, versions and commit: a measurement without them cannot be compared."""
+    """Card, versions and commit, without which measurements cannot be compared."""
     git = {"commit": ["rev-parse", "HEAD"], "changes": ["status", "--porcelain"]}
     for name, arguments in git.items():
         command = ["git", "-C", str(ROOT), *arguments] if shutil.which("git") else ["false"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        git[name] = done.stdout.strip() if done.returncode == 0 else None  # there may be no repository
+        git[name] = done.stdout.strip() if done.returncode == 0 else None  # None outside a repository
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     return {
         "card": card(), "gpu_memory_gib": round(gpu.total_memory / devices.GIB, 1) if gpu else None,
@@ -741,12 +722,12 @@ def machine() -> dict[str, Any]:
 
 
 def shown(value: float | None, form: str = ".3g") -> str:
-    """A number as text, "-" where there is none."""
+    """A number as text, "-" for None."""
     return "-" if value is None else format(value, form)
 
 
 def report(results: list[dict]) -> str:
-    """The numbers, and below them the comparisons, as Markdown tables; with a teacher they have columns more."""
+    """Markdown tables of the numbers and of the comparisons; settings with a teacher have more columns."""
     taught = any(result["setting"]["teacher"] for result in results)
     names = ("wall", "rollout", "score", *["teacher"] * taught, "similarity", "logprobs", "update")
     phases = {phase: f"seconds_{phase}" for phase in names}
@@ -784,32 +765,32 @@ def report(results: list[dict]) -> str:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Setting], list[str]]:
-    """The command line: options, settings by name, and what follows "--"."""
+    """Parses the command line: options, settings by name, and the arguments after "--"."""
     own, extra = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add = parser.add_argument
     add("--setting", nargs="+", default=["qwen0.5b-8x8"], choices=SETTINGS, metavar="NAME",
-        help=f"what to measure, one after the other: {', '.join(SETTINGS)} (default: qwen0.5b-8x8)")  # fmt: skip
-    add("--steps", type=int, default=6, help="cycles, those of --warmup included (default: %(default)s)")
-    add("--warmup", type=int, default=2, help="cycles left out, from the first (default: %(default)s)")
-    add("--out", default="", help="JSON file for everything measured; written anew after each setting")
+        help=f"settings to measure, in this order: {', '.join(SETTINGS)} (default: qwen0.5b-8x8)")  # fmt: skip
+    add("--steps", type=int, default=6, help="cycles, including --warmup (default: %(default)s)")
+    add("--warmup", type=int, default=2, help="first cycles that are not counted (default: %(default)s)")
+    add("--out", default="", help="JSON file for all measurements, updated after each setting")
     add("--baseline", choices=["generate"], help="also time transformers' model.generate")
     add("--peer", nargs="+", default=[], choices=PEERS, help="also time TRL's GRPOTrainer, or with a teacher its "
         "GKDTrainer: trl keeps fp32 weights under bf16 autocast, its default; trl_bf16 has weights and optimizer "
         "states in bf16; trl_distillation is its DistillationTrainer, with fp32 weights")  # fmt: skip
-    add("--peer_arguments", default="{}", help="JSON of GRPOConfig (GKDConfig, DistillationConfig) fields that win")
-    add("--bandwidth", type=float, help="of the memory, bytes per second; for a card that is not in the script")
-    add("--flops", type=float, help="peak FLOP/s in the dtype used; likewise")
-    add("--ranks", type=int, default=1, help="processes, one per GPU, of a script that torchrun would start")
+    add("--peer_arguments", default="{}", help="JSON of fields to override in GRPOConfig (or GKDConfig, ...)")
+    add("--bandwidth", type=float, help="memory bandwidth in bytes per second, for an unknown card")
+    add("--flops", type=float, help="peak FLOP/s in the dtype used, for such a card")
+    add("--ranks", type=int, default=1, help="processes, one per GPU, for a script that runs under torchrun")
     add("--script", default="", help="script to measure (default: gspo/gspo.py, with a teacher gkd/gkd.py)")
     add(
         "--embedder", choices=["bge-m3"], help="embedding model of grpo/similarity_grpo.py: random weights of the shape"
     )
     add("--work_dir", default=str(Path(tempfile.gettempdir()) / "rl_hand_benchmark"),
-        help="keeps models, which are made once, and what the runs print (default: %(default)s)")  # fmt: skip
+        help="folder for models, which are reused, and logs (default: %(default)s)")  # fmt: skip
     add("--timeout", type=float, default=3600, help="seconds for each process (default: %(default)s)")
-    group = parser.add_argument_group("in place of what the settings say")
+    group = parser.add_argument_group("override fields of the settings")
     for name, text in config.comments(Setting).items():
         group.add_argument(f"--{name}", type=type(getattr(Setting, name)), help=text)
     args = parser.parse_args(own)
@@ -835,11 +816,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Setting], list
 def main(argv: list[str] | None = None) -> int:
     """Measures every setting and prints the tables; returns 1 if anything failed."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == [WATCHED]:  # from `measure`, in a process of its own
+    if argv[:1] == [WATCHED]:  # a child process of `measure`
         run_watched(argv[1], argv[2:])
         return 0
     args, settings, extra = parse(argv)
-    command, results = shlex.join(["python", "scripts/benchmark.py", *argv]), []
+    command, results = shlex.join(["python", "scripts/dev/benchmark.py", *argv]), []
     written = {"command": command, "machine": machine(), "settings": results}
     for name, setting in settings.items():
         print(f"{name}: {args.steps} cycles", flush=True)
@@ -854,5 +835,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the scripts that it started must not stay on the GPUs
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwind, so that started scripts do not stay on the GPUs
     sys.exit(main())

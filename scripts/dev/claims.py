@@ -1,9 +1,9 @@
-"""Claims of the papers at toy scale, on the code of common/ that the training scripts use: a table of what holds.
+"""Reproduces claims of the papers at toy scale with the code of common/, and prints a table of which hold.
 
-Run:   python scripts/claims.py                              all of them, minutes on one CPU core
-       python scripts/claims.py length diversity --out claims.md
-Ends with exit code 1 if an acceptance does not hold. Policies are small tables of logits: they show a mechanism and its
-size, not what a language model will do.
+Run:   python scripts/dev/claims.py                              all claims, minutes on one CPU core
+       python scripts/dev/claims.py length diversity --out claims.md
+The exit code is 1 if an acceptance criterion is not met. Policies are small tables of logits: they show a mechanism
+and its size, not what a language model will do.
 
 Dims:  P prompts, G completions per prompt, B = P*G, C completion tokens, V vocabulary, K arms, m one
        minibatch, R independent runs
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import logsigmoid
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.maths import advantages, divergences, losses
 from common.tasks import similarity
 
@@ -320,7 +320,7 @@ def closed_form(end_probs: tuple[float, ...] = (0.05, 0.1, 0.3, 0.5), longest: i
 
 
 def kl(runs: int = 5) -> list[Row]:
-    """Row 7: gradients in expectation over three tokens, enumerated, against those of the two KL divergences."""
+    """Row 7: exact expected gradients over three tokens, compared with those of the two KL divergences."""
     errors: dict[str, list[float]] = {}
     apart = []
     for seed in range(runs):
@@ -428,15 +428,15 @@ METHODS = {  # and how the table calls them
 
 
 def shaped_advantages(method: str, rewards: torch.Tensor, labels: torch.Tensor, runs: int) -> torch.Tensor:
-    """Advantages [groups, G] of one of the methods; the groups of a run stand together."""
+    """Advantages [groups, G] by one of the methods; groups of a run are adjacent."""
     if method == "grpo":
         return advantages.group_advantages(rewards, "group")
-    if method == "discount":  # the std is that of a batch: each run has its own
+    if method == "discount":  # std of the batch, per run
         shaped = similarity.group_rewards(rewards, labels, 0.5).chunk(runs)
         return torch.cat([advantages.group_advantages(part, "batch") for part in shaped])
     if method == "reweight":
         return similarity.reweight(advantages.group_advantages(rewards, "group"), labels, 1.0)
-    if method == "dra":  # different arms are half alike
+    if method == "dra":  # different arms have cosine 0.5
         cosines = 0.5 + 0.5 * (labels[:, :, None] == labels[:, None, :])
         return advantages.group_advantages(similarity.dra(rewards, cosines), "group")
     return similarity.within(rewards, labels, 1.0, "group")
@@ -445,9 +445,9 @@ def shaped_advantages(method: str, rewards: torch.Tensor, labels: torch.Tensor, 
 def bandit(
     method: str, noise: float, runs: int, steps: int, P: int = 16, G: int = 8
 ) -> tuple[list[float], list[float]]:
-    """Effective number of correct arms, exp(entropy) of their shares, and probability of a correct one, per run.
+    """Effective number of correct arms, exp(entropy) of their shares, and P(correct), per run.
 
-    Clusters are the arms themselves; `noise` is the share of labels that are drawn at random instead.
+    Clusters are the arms; `noise` is the share of labels drawn at random instead.
     """
     rng = torch.Generator().manual_seed(0)
     start = torch.cat([torch.linspace(1.5, 0, CORRECT), torch.full((ARMS - CORRECT,), 0.5)])
@@ -472,7 +472,7 @@ def bandit(
 
 
 def diversity(runs: int = 5, steps: int = 500) -> list[Row]:
-    """Rows 9 and 10: which of six equally good arms survive the training."""
+    """Rows 9 and 10: how many of six equally good arms survive training."""
     results = {noise: {name: bandit(name, noise, runs, steps) for name in METHODS} for noise in (0.0, 0.5)}
     measured = {
         noise: "effective correct arms of 6, P(correct): "
@@ -502,7 +502,7 @@ def diversity(runs: int = 5, steps: int = 500) -> list[Row]:
 
 
 def degenerate(runs: int = 5) -> list[Row]:
-    """Row 11: with nothing to count, the cluster rewards are those of GRPO."""
+    """Row 11: cluster rewards equal GRPO's if alpha = 0 or every response is its own cluster."""
     equal = {"alpha = 0": True, "one cluster each": True}
     for seed in range(runs):
         rng = torch.Generator().manual_seed(seed)
@@ -539,18 +539,18 @@ DISTILLATIONS: dict[str, tuple[float, float | str]] = {  # share of the batches 
 
 
 def trigrams(runs: int) -> torch.Tensor:
-    """Log-probabilities of a teacher per run [R, V, V, V]: last token but one, last token, next token."""
+    """Log-probabilities of a trigram teacher per run [R, V, V, V]: second-to-last, last, next token."""
     rng = torch.Generator().manual_seed(0)
     return (2 * torch.randn(runs, CHAIN_VOCAB, CHAIN_VOCAB, CHAIN_VOCAB, generator=rng)).log_softmax(-1)
 
 
 def as_trigrams(table_RVV: torch.Tensor) -> torch.Tensor:
-    """Logits of a student per run [R, V, V, V]: the last token but one changes nothing."""
+    """Logits of a bigram student per run as [R, V, V, V], independent of the second-to-last token."""
     return table_RVV[:, None].expand(-1, CHAIN_VOCAB, -1, -1)
 
 
 def write_chains(probs_RVVV: torch.Tensor, B: int, rng: torch.Generator) -> torch.Tensor:
-    """B chains per run, each begun by two tokens 0: the share of the tokens [R, V, V, V] that each trigram has."""
+    """Samples B chains per run from two tokens 0; returns the frequency [R, V, V, V] of each trigram."""
     run = torch.arange(len(probs_RVVV)).repeat_interleave(B)
     before = last = torch.zeros_like(run)
     counts_RVVV = torch.zeros_like(probs_RVVV)
@@ -562,7 +562,7 @@ def write_chains(probs_RVVV: torch.Tensor, B: int, rng: torch.Generator) -> torc
 
 
 def expect_chains(probs_RVVV: torch.Tensor) -> torch.Tensor:
-    """What `write_chains` returns, in expectation."""
+    """Expectation of what `write_chains` returns."""
     state_RVV, total_RVVV = torch.zeros_like(probs_RVVV[..., 0]), torch.zeros_like(probs_RVVV)
     state_RVV[:, 0, 0] = 1.0
     for _ in range(CHAIN_TOKENS):
@@ -575,13 +575,13 @@ def expect_chains(probs_RVVV: torch.Tensor) -> torch.Tensor:
 def distillation_gradient(
     table_RVV: torch.Tensor, teachers_RVVV: torch.Tensor, chains_RVVV: torch.Tensor, loss: float | str
 ) -> torch.Tensor:
-    """Gradient [R, V, V] of a mean over tokens: of "sft", of "sampled", or of the JSD with a number for its beta."""
+    """Gradient [R, V, V] of the mean loss per token: "sft", "sampled", or the JSD with this beta."""
     table_RVV = table_RVV.detach().requires_grad_()
     logits_RVVV = as_trigrams(table_RVV)
     logps_RVVV = logits_RVVV.log_softmax(-1)
     if loss == "sft":
         values = -logps_RVVV
-    elif loss == "sampled":  # the policy gradient, and log P - log Q of the token as its advantage
+    elif loss == "sampled":  # policy gradient with the advantage log P - log Q
         ratio_RVVV = losses.token_ratio(logps_RVVV, logps_RVVV.detach())
         values = -ratio_RVVV * (teachers_RVVV - logps_RVVV.detach())
     else:
@@ -592,7 +592,7 @@ def distillation_gradient(
 def distil(
     on_policy: float, loss: float | str, teachers_RVVV: torch.Tensor, steps: int, B: int = 32, lr: float = 2.0
 ) -> torch.Tensor:
-    """Trains students [R, V, V] from uniform, all runs at once; `on_policy` is the share of the batches they write."""
+    """Trains students [R, V, V] from uniform, all runs at once; `on_policy` is the share of on-policy batches."""
     rng = torch.Generator().manual_seed(0)
     table_RVV = torch.zeros_like(teachers_RVVV[:, 0])
     for _ in range(steps):
@@ -604,7 +604,7 @@ def distil(
 
 
 def distillation(runs: int = 20, steps: int = 400, batches: int = 50) -> list[Row]:
-    """Rows 12, 13, 14: what students write, what of the teacher they miss, and one token instead of all of them."""
+    """Rows 12, 13, 14: quality of the student's samples, its coverage of the teacher, and the sampled-token loss."""
     teachers = trigrams(runs)
     tables = {name: distil(*how, teachers, steps) for name, how in DISTILLATIONS.items()}
     own = {name: expect_chains(as_trigrams(table).softmax(-1)) for name, table in tables.items()}
@@ -667,7 +667,7 @@ def distillation(runs: int = 20, steps: int = 400, batches: int = 50) -> list[Ro
 
 
 def tail_bucket(runs: int = 3, V: int = 64) -> list[Row]:
-    """Row 15: random teachers, and students from equal to far away; every k against the full divergence."""
+    """Row 15: top-k against the full divergence, for random teachers and students at every distance from them."""
     betas = (0.0, 0.1, 0.5, 0.9, 1.0)
     over, apart, shares = [], [], {k: [] for k in (1, 2, 8, 32, V - 1, V)}
     for seed in range(runs):
@@ -727,12 +727,12 @@ def markdown(rows: list[Row]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the experiments and prints the table; 1 if an acceptance does not hold, else 0."""
+    """Runs the experiments and prints the table; returns 1 if an acceptance criterion is not met, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "experiments", nargs="*", metavar="EXPERIMENT", help=f"of {', '.join(EXPERIMENTS)} (default: all)"
     )
-    parser.add_argument("--out", type=Path, help="Markdown file for the table, besides printing it")
+    parser.add_argument("--out", type=Path, help="also write the table to this Markdown file")
     args = parser.parse_args(argv)
     if unknown := set(args.experiments) - EXPERIMENTS.keys():
         parser.error(f"unknown experiment {', '.join(sorted(unknown))}: choose from {', '.join(EXPERIMENTS)}")
@@ -751,5 +751,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # threads cost more than they save on tensors this small
+    torch.set_num_threads(1)  # tensors are too small for threads to pay off
     sys.exit(main())

@@ -1,8 +1,8 @@
-"""Seconds per cycle of TRL's GRPOTrainer with the options of GSPO, for `scripts/benchmark.py --peer trl`.
+"""Measures seconds per cycle of TRL's GRPOTrainer with GSPO's options, for `scripts/dev/benchmark.py --peer trl`.
 
-Run:   python scripts/benchmark_trl.py --policy_model FOLDER --train_data prompts.jsonl --out trl.json
+Run:   python scripts/dev/benchmark_trl.py --policy_model FOLDER --train_data prompts.jsonl --out trl.json
 A cycle is one generation and its num_minibatches optimizer steps, timed from the end of one to the end of the next.
-The reward is 0, nothing is evaluated, saved or reported. Tested with TRL 1.16.
+The reward is always 0; nothing is evaluated, saved or reported. Tested with TRL 1.16.
 """
 
 import argparse
@@ -19,7 +19,7 @@ try:
     import datasets
     import trl
 except ImportError as error:
-    raise ImportError(f"scripts/benchmark_trl.py measures the package trl: pip install trl ({error})") from error
+    raise ImportError(f"benchmark_trl.py measures the package trl: pip install trl ({error})") from error
 
 
 def no_reward(completions: list[str], **columns: list) -> list[float]:
@@ -28,30 +28,30 @@ def no_reward(completions: list[str], **columns: list) -> list[float]:
 
 
 class Clock(transformers.TrainerCallback):
-    """When training began, and when each cycle ended."""
+    """Records when training began and when each cycle ended."""
 
     def __init__(self, num_minibatches: int):
         self.num_minibatches, self.marks = num_minibatches, []
 
     def on_train_begin(self, args, state, control, **others):
-        """Begins the first cycle."""
+        """Marks the start of the first cycle."""
         self.marks.append(now())
 
     def on_step_end(self, args, state, control, **others):
-        """Ends a cycle with its last optimizer step."""
+        """Marks the end of a cycle after its last optimizer step."""
         if state.global_step % self.num_minibatches == 0:
             self.marks.append(now())
 
 
 def now() -> float:
-    """Seconds, once the GPU has done what it was given."""
+    """Seconds, after all queued GPU work is done."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Trains for some cycles and writes what they took."""
+    """Trains for some cycles and writes their timings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy_model", required=True, help="folder")
     parser.add_argument("--train_data", required=True, help="JSONL with prompts as text")
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
         logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True,
     ) | args.arguments  # fmt: skip
     clock = Clock(args.num_minibatches)
-    # AutoTokenizer would take the usual class of the model type, and lose a tokenizer of one's own
+    # AutoTokenizer would take the model type's usual class and lose a custom tokenizer
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(args.policy_model, padding_side="left")
     with tempfile.TemporaryDirectory() as output_dir:
         trainer = trl.GRPOTrainer(

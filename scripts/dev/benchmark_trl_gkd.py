@@ -1,23 +1,23 @@
-"""Seconds per cycle of TRL's distillation with the options of GKD, for `scripts/benchmark.py --peer trl`.
+"""Measures seconds per cycle of TRL's distillation with GKD's options, for `scripts/dev/benchmark.py --peer trl`.
 
-Run:   python scripts/benchmark_trl_gkd.py --student_model FOLDER --teacher_model FOLDER --train_data prompts.jsonl \\
-           --sequences 8 --out trl.json
+Run:   python scripts/dev/benchmark_trl_gkd.py --student_model FOLDER --teacher_model FOLDER \\
+           --train_data prompts.jsonl --sequences 8 --out trl.json
        --trainer distillation      DistillationTrainer in place of trl.experimental.gkd.GKDTrainer
 A cycle is num_minibatches optimizer steps over batch_size * group_size completions, timed from the end of one to the
-end of the next. On-policy, at temperature 1; nothing is evaluated, saved or reported. On a GPU the student has fp32
-weights under bf16 autocast, TRL's default, and the teacher bf16 weights. Memory of the loss is measured as in
-scripts/benchmark.py, from compute_loss to the end of the backward pass, in the worst of a cycle's passes, above what
-was allocated when the first of them began. Tested with TRL 1.16, in whose code GKDTrainer
-- samples in every forward and backward pass anew (`training_step`), with model.generate, for the sequences of that pass
+end of the next. Training is on-policy, at temperature 1; nothing is evaluated, saved or reported. On a GPU the student
+has fp32 weights under bf16 autocast, TRL's default, and the teacher bf16 weights. The memory of the loss is measured
+as in benchmark.py: the peak from compute_loss to the end of the backward pass, in the worst pass of a cycle, above
+what was allocated when the first pass began. Tested with TRL 1.16, whose GKDTrainer
+- samples again in every forward and backward pass (`training_step`), with model.generate, for that pass's sequences
   only: with --sequences below a step's completions it samples that many times, from the same weights;
-- computes the logits of student and teacher at all positions, prompts too, and the divergence at all positions, before
-  it picks those of the completion (`compute_loss`, `generalized_jsd_loss`): this memory is what limits --sequences;
-- gives the memory that torch keeps back to the driver after every loss (`empty_cache`);
-- divides the loss by the number of completion tokens in the data, also where it replaces them by its own samples
-  (`num_items_in_batch` is counted before): rows here have as many as are sampled at most, or it would divide by 0;
-- says, when it starts with these options, that DistillationTrainer covers them, without ever making the full logits.
-DistillationTrainer samples once per optimizer step, with model.generate, applies the heads to completion tokens only,
-in tiles (`_chunked_divergence_loss`), with a Triton kernel on a GPU.
+- computes the logits of student and teacher and the divergence at all positions, prompts included, before it selects
+  those of the completion (`compute_loss`, `generalized_jsd_loss`): this memory limits --sequences;
+- returns torch's cached memory to the driver after every loss (`empty_cache`);
+- divides the loss by the number of completion tokens in the data, even where it replaces them by its own samples
+  (`num_items_in_batch` is counted earlier): rows here have as many tokens as a sample may have, to avoid division by 0;
+- prints at the start that DistillationTrainer covers these options without building the full logits.
+DistillationTrainer samples once per optimizer step, with model.generate, and applies the heads to completion tokens
+only, in tiles (`_chunked_divergence_loss`), with a Triton kernel on a GPU.
 """
 
 import argparse
@@ -37,39 +37,39 @@ try:
     import trl
     from trl.experimental import gkd
 except ImportError as error:
-    raise ImportError(f"scripts/benchmark_trl_gkd.py measures the package trl: pip install trl ({error})") from error
+    raise ImportError(f"benchmark_trl_gkd.py measures the package trl: pip install trl ({error})") from error
 
 
 class NoGpu:
-    """Takes the place of torch.cuda on the CPU, where memory is not measured."""
+    """Replaces torch.cuda on the CPU, where memory is not measured."""
 
     @staticmethod
     def memory_allocated() -> int:
-        """Nothing."""
+        """Returns 0."""
         return 0
 
     @staticmethod
     def max_memory_allocated() -> int:
-        """Nothing."""
+        """Returns 0."""
         return 0
 
     @staticmethod
     def reset_peak_memory_stats() -> None:
-        """There is none to reset."""
+        """Does nothing."""
 
 
 class Clock(transformers.TrainerCallback):
-    """When training began, and when each cycle ended, and the memory that it took."""
+    """Records when training began, when each cycle ended, and its peak memory."""
 
     def __init__(self, num_minibatches: int, memory: "LossMemory"):
         self.num_minibatches, self.memory, self.marks, self.losses, self.peaks = num_minibatches, memory, [], [], []
 
     def on_train_begin(self, args, state, control, **others):
-        """Begins the first cycle."""
+        """Marks the start of the first cycle."""
         self.marks.append(now())
 
     def on_step_end(self, args, state, control, **others):
-        """Ends a cycle with its last optimizer step."""
+        """Marks the end of a cycle after its last optimizer step."""
         self.losses.append(self.memory.take())
         if state.global_step % self.num_minibatches == 0:
             self.peaks.append(self.memory.overall())
@@ -77,35 +77,35 @@ class Clock(transformers.TrainerCallback):
 
 
 class LossMemory:
-    """Peak during forward and backward passes above what was allocated before them; word for word in both scripts.
+    """Peak during forward and backward passes above what was allocated before them; the same code in both scripts.
 
     Attributes:
-        source: what has torch.cuda's functions; its current device counts.
-        highest: peak since `overall` was last called, in bytes, as far as the counter below has been reset.
+        source: torch.cuda or an object with its memory functions; measures the current device.
+        highest: peak in bytes between the last call of `overall` and the last reset of the device's counter.
     """
 
     def __init__(self, source: Any = torch.cuda):
         self.source, self.highest, self._before, self._peak = source, 0, None, 0
 
     def open(self) -> None:
-        """From here on passes are made; what was allocated at the first call since `take` counts as before them."""
+        """Starts measuring; the first call since `take` also records what was allocated before the passes."""
         self.highest = max(self.highest, self.source.max_memory_allocated())
         self.source.reset_peak_memory_stats()
         if self._before is None:
             self._before = self.source.memory_allocated()
 
     def close(self) -> None:
-        """Up to here passes were made; there may be more after another `open`."""
+        """Stops measuring until the next `open`."""
         self._peak = max(self._peak, self.source.max_memory_allocated())
 
     def take(self) -> float:
-        """GiB between the first `open` and the last `close`, above what was allocated before."""
+        """Peak in GiB between `open` and `close`, above what was allocated at the first `open`; resets both."""
         gib = (self._peak - self._before) / 2**30
         self._before, self._peak = None, 0
         return gib
 
     def overall(self) -> float:
-        """Peak in GiB since the last call, whatever was made."""
+        """Peak in GiB since the last call."""
         gib = max(self.highest, self.source.max_memory_allocated()) / 2**30
         self.highest = 0
         self.source.reset_peak_memory_stats()
@@ -113,14 +113,14 @@ class LossMemory:
 
 
 def now() -> float:
-    """Seconds, once the GPU has done what it was given."""
+    """Seconds, after all queued GPU work is done."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Trains for some cycles and writes what they took."""
+    """Trains for some cycles and writes their timings and memory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--student_model", required=True, help="folder")
     parser.add_argument("--teacher_model", required=True, help="folder")
@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> None:
             f"{args.batch_size} x {args.group_size} completions, num_minibatches = {args.num_minibatches}, sequences = "
             f"{args.sequences}: TRL takes parts of equal size only; choose numbers that divide one another"
         )
-    # AutoTokenizer would take the usual class of the model type, and lose a tokenizer of one's own
+    # AutoTokenizer would take the model type's usual class and lose a custom tokenizer
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(args.student_model, padding_side="left")
     lines = Path(args.train_data).read_text(encoding="utf-8").splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines for _ in range(args.group_size)]
@@ -181,7 +181,7 @@ def main(argv: list[str] | None = None) -> None:
         trainer = kind(
             model=args.student_model,
             teacher_model=args.teacher_model,
-            args=config(output_dir=output_dir, **copy.deepcopy(fields)),  # GKDTrainer writes into its fields
+            args=config(output_dir=output_dir, **copy.deepcopy(fields)),  # GKDTrainer modifies its fields
             train_dataset=datasets.Dataset.from_list(rows),
             processing_class=tokenizer,
             callbacks=[clock],

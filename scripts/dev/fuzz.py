@@ -1,10 +1,10 @@
-"""Feeds what nobody thought of to what reads foreign text: coverage-guided, for as long as you like.
+"""Fuzzes everything that reads foreign text, guided by coverage, for as long as you like.
 
     pip install atheris
-    python scripts/fuzz.py answers --seconds 600     also: data, posters, rewards, teacher
+    python scripts/dev/fuzz.py answers --seconds 600     also: data, posters, rewards, teacher
 
-An input that crashes, takes over a second, or gets a score that it must not get is written to the working folder as
-crash-*, and the exit code is 77. tests/test_fuzz_*.py does a little of this in every run of the tests.
+An input that crashes the reader, takes over a second, or gets a score it must not get is written to the working folder
+as crash-*, and the exit code is 77. tests/test_fuzz_*.py does the same without coverage, on fewer inputs.
 """
 
 import argparse
@@ -16,14 +16,14 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
 try:
     import atheris
 except ImportError as error:
-    raise SystemExit("scripts/fuzz.py needs the package atheris: pip install atheris") from error
+    raise SystemExit("fuzz.py needs the package atheris: pip install atheris") from error
 
 with atheris.instrument_imports(include=["common.tasks", "common.base.service",
                                          "common.distill.teacher_worker", "grpo.poster"]):  # fmt: skip
@@ -42,7 +42,7 @@ FONTS, FOLDER = Fonts(), Path(tempfile.mkdtemp())
 
 
 def read_data(content: bytes) -> None:
-    """A file of rows: all of them, or an error that names the file."""
+    """Reads a data file: all rows, or an error that names the file."""
     path = FOLDER / "rows.jsonl"
     path.write_bytes(content)
     try:
@@ -54,7 +54,7 @@ def read_data(content: bytes) -> None:
 
 
 def read_answers(content: bytes) -> None:
-    """A completion: a score of 0 or 1, and 1 only with the digits of the gold answer in it."""
+    """Scores a completion: 0 or 1, and 1 only if it contains the digits of the gold answer."""
     text = content.decode(errors="surrogateescape")
     for read in (rewards.extract_answer, rewards.last_boxed, rewards.last_number, answers.normal_answer):
         assert read(text) is None or isinstance(read(text), str)
@@ -71,7 +71,7 @@ def read_answers(content: bytes) -> None:
 
 
 def read_posters(content: bytes) -> None:
-    """A completion: a poster with a finite score, or malformed and 0."""
+    """Scores a poster: a finite score, or 0 if it is malformed."""
     text = content.decode(errors="surrogateescape")
     found = reward.score(text, json.dumps(POSTER), fonts=FONTS)
     json.dumps(found, allow_nan=False)
@@ -83,7 +83,7 @@ def read_posters(content: bytes) -> None:
 
 
 def read_rewards(content: bytes) -> None:
-    """A request to the reward server: items, or refused with a reason."""
+    """Reads a request to the reward server: items, or a refusal with a reason."""
     for many in (False, True):
         try:
             assert all(isinstance(item.solution, str) for item in items.read(content, many))
@@ -92,7 +92,7 @@ def read_rewards(content: bytes) -> None:
 
 
 def read_teacher(content: bytes) -> None:
-    """A request to the teacher server: a job, or refused with a reason."""
+    """Reads a request to the teacher server: a job, or a refusal with a reason."""
     for path in ("/topk_logprobs", "/generate"):
         try:
             teacher_worker.read(path, content, TEACHER)
@@ -120,7 +120,7 @@ SEEDS = {
 
 
 def main() -> None:
-    """Reads the command line and runs until the time is up, or an input is found."""
+    """Runs until the time is up or an input fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("--seconds", type=int, default=60, help="how long (default: %(default)s)")

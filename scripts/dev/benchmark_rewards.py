@@ -1,11 +1,11 @@
-"""Speed of the reward service for posters: posters per second, and how long /health takes meanwhile.
+"""Measures the poster reward service under load: posters per second, and the latency of requests and of /health.
 
-Run:   python scripts/benchmark_rewards.py                                 starts a server of its own, on the CPU
-       python scripts/benchmark_rewards.py --clients 64 --batch 8 --workers 2
-       python scripts/benchmark_rewards.py --url http://127.0.0.1:8899     one that runs already
+Run:   python scripts/dev/benchmark_rewards.py                                 starts a server, on the CPU
+       python scripts/dev/benchmark_rewards.py --clients 64 --batch 8 --workers 2
+       python scripts/dev/benchmark_rewards.py --url http://127.0.0.1:8899     a server that is already running
 
-Every client sends one batch after the other, of gold posters and of ones with moved layers, which cost the same. The
-load is made by threads of this process, on the same machine: it takes a share of the cores that training would not.
+Every client sends one batch after another of ground-truth posters and of posters with shifted layers, which cost the
+same. The clients are threads of this process and use cores of the same machine, unlike a training on another machine.
 """
 
 import http.client
@@ -22,25 +22,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from common.base import checks, config
 from grpo.poster import synthetic
 
-POSTERS = 256  # different ones
-HEALTH_EVERY = 0.02  # seconds
+POSTERS = 256  # distinct posters
+HEALTH_EVERY = 0.02  # seconds between requests to /health
 
 
 @dataclass(frozen=True)
 class Config:
-    """Speed of the reward service for posters."""
+    """Load on the poster reward service."""
 
-    url: str = ""  # of a server; "": one is started, and stopped at the end
-    clients: int = 8  # that ask at a time
+    url: str = ""  # of a running server; "": start one, and stop it at the end
+    clients: int = 8  # concurrent clients
     seconds: float = 10.0  # of measurement
-    batch: int = 32  # posters of a request
+    batch: int = 32  # posters per request
     level: int = 1  # of the synthetic posters
-    workers: int = 0  # processes of the server that is started; 0: its default
+    workers: int = 0  # worker processes of the server started here; 0: its default
 
     def __post_init__(self):
         checks.at_least(self, 1, "clients", "batch")
@@ -49,11 +49,7 @@ class Config:
 
 
 def bodies(cfg: Config) -> list[bytes]:
-    """Requests with different posters.
-
-    Args:
-        cfg: `batch` and `level`.
-    """
+    """JSON bodies of batch requests that together hold POSTERS distinct posters."""
     rng, made = random.Random(0), []
     for seed in range(POSTERS):
         record = synthetic.record(seed, cfg.level)
@@ -66,16 +62,7 @@ def bodies(cfg: Config) -> list[bytes]:
 
 
 def ask(connection: http.client.HTTPConnection, path: str, body: bytes | None = None) -> tuple[int, bytes, float]:
-    """One request.
-
-    Args:
-        connection: stays open.
-        path: of the service.
-        body: JSON; None: a GET.
-
-    Returns:
-        Status, answer, seconds.
-    """
+    """Sends one request, a GET if `body` is None; returns status, response body and seconds."""
     start = time.monotonic()
     headers = {"Authorization": f"Bearer {os.environ.get('RL_HAND_REWARD_TOKEN', '')}"}
     connection.request("GET" if body is None else "POST", path, body, headers)
@@ -85,13 +72,7 @@ def ask(connection: http.client.HTTPConnection, path: str, body: bytes | None = 
 
 
 def measure(cfg: Config, host: str, port: int) -> dict[str, float]:
-    """Numbers of a server that is ready.
-
-    Args:
-        cfg: how much to ask.
-        host: of the server.
-        port: of the server.
-    """
+    """Measures a server that is ready."""
     requests, done, took, health, statuses = bodies(cfg), [0], [], [], Counter()
     end, lock = time.monotonic() + cfg.seconds, threading.Lock()
 
@@ -108,14 +89,14 @@ def measure(cfg: Config, host: str, port: int) -> dict[str, float]:
             if status != 200:
                 time.sleep(0.1)
 
-    def look() -> None:
+    def poll_health() -> None:
         connection = http.client.HTTPConnection(host, port, timeout=120)
         while time.monotonic() < end:
             health.append(ask(connection, "/health")[2])
             time.sleep(HEALTH_EVERY)
 
     threads = [threading.Thread(target=client, args=(number,)) for number in range(cfg.clients)]
-    threads.append(threading.Thread(target=look))
+    threads.append(threading.Thread(target=poll_health))
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Does the faults of tests/test_faults.py to real runs, with 100 SIGKILLs (or as many as the argument says), and prints a
-# table: what was tried how often, survived, lost. On the CPU, on tiny models; about 4 minutes on two cores.
+# Repeats the faults of tests/test_faults.py with 100 SIGKILLs, and prints how often each was tried, survived and lost.
+# Runs tiny models on the CPU; about 4 minutes on two cores.
+#   bash scripts/dev/soak.sh          100 kills
+#   bash scripts/dev/soak.sh 1000     another number of kills
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 source scripts/env.sh
 make_env requirements.txt
 make_env requirements-test.txt

@@ -1,8 +1,8 @@
-"""Saves a vision-language model of a real shape with random weights: for measuring memory and time without a download.
+"""Saves a vision-language model of a real shape with random weights, to measure memory and time without a download.
 
-Run: python scripts/random_vlm.py --shape 7b --output models/vlm-7b
+Run: python scripts/dev/random_vlm.py --shape 7b --output models/vlm-7b
      python grpo/poster/poster_grpo.py --policy_model models/vlm-7b --steps 3 --eval_data ""
-It has the tokenizer of the built-in poster policies, so prompts are longer than with the model's own.
+It has the tokenizer of the built-in poster policies, which makes prompts longer than the model's own would.
 """
 
 import sys
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.base import checks, config
 from common.base.checks import require
 from grpo.poster import toys
@@ -37,7 +37,7 @@ class Config:
 
     shape: str = "7b"  # "3b" or "7b": Qwen2.5-VL-Instruct; "tiny"
     output: str = "models/vlm-7b"  # folder to write
-    dtype: str = "bf16"  # of the file
+    dtype: str = "bf16"  # of the saved weights
     seed: int = 0  # of the weights
 
     def __post_init__(self):
@@ -46,7 +46,7 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Builds the model on a GPU if there is one: drawing billions of numbers takes minutes on a CPU."""
+    """Builds the model, on a GPU if there is one: drawing billions of numbers takes minutes on a CPU."""
     tokenizer = toys.build_tokenizer()
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     vision_ids = dict(zip(names, tokenizer.convert_tokens_to_ids(toys.VISION), strict=True))

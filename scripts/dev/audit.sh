@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Holds every version pinned in constraints.txt against the public lists of known vulnerabilities, with pip-audit.
-# Needs the network: for pip-audit itself, which goes into a folder of its own and is deleted, and for the lists.
-# Ends with 0 if all were checked and none is vulnerable, with 1 if one is, with 2 if one could not be checked.
+# Checks every version pinned in constraints.txt for known vulnerabilities, with pip-audit.
+#   bash scripts/dev/audit.sh
+# Needs the network, to query the databases and to install pip-audit, into a temporary environment.
+# Exit code: 0 all pins were checked and none is vulnerable, 1 one is vulnerable, 2 one could not be checked.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,12 +1,12 @@
-"""Soak of the reward service: a training whose server is killed again and again must equal one whose server lives.
+"""Soak test of the poster reward service: killing the server repeatedly must not change the training.
 
-Run:   python scripts/soak_rewards.py                           about 20 minutes on one core, nothing to download
-       python scripts/soak_rewards.py --minutes 60 --kills 60 --seed 1
+Run:   python scripts/dev/soak_rewards.py                           about 20 minutes on one core, nothing to download
+       python scripts/dev/soak_rewards.py --minutes 60 --kills 60 --seed 1
 
-The built-in poster policy trains with the server in a process of its own, which is killed with SIGKILL at random
-moments, every second time in the middle of a request, and started again some seconds later. When the minutes are over,
-the training is stopped; then as many steps are made once more, with a server that is left alone. Metrics and final
-states must be the same bit for bit, and every completion scored; else the exit code is 1.
+The built-in poster policy trains while the server is killed with SIGKILL at random moments, every second time in the
+middle of a request, and restarted some seconds later. When the minutes are over, the training is stopped and repeated
+for the same number of steps with an undisturbed server. Metrics and final states must be equal bit for bit, and every
+completion must be scored; otherwise the exit code is 1.
 """
 
 import ctypes
@@ -25,21 +25,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from common.base import checks, config
 from grpo.poster import synthetic
 
-PATIENCE = 300  # seconds for what takes a few, such as the next request
-MEASURED = ("seconds", "tokens_per_second", "memory_gib", "host_memory_gib")  # beginnings of what no two runs share
-SCORER = '''"""The CPU formula, made slow; a file is there while it is at work."""
+PATIENCE = 300  # seconds to wait for what should take a few, such as the next request
+MEASURED = ("seconds", "tokens_per_second", "memory_gib", "host_memory_gib")  # prefixes: differ between equal runs
+SCORER = '''"""The CPU formula, slowed down; the file `mark` exists while a batch is being scored."""
 import itertools, time
 from pathlib import Path
 
 def slow(mark, delay):
     calls = itertools.count()
     def rate(images, metas):
-        if next(calls):  # the first is the self-test of the server, which nobody waits for
+        if next(calls):  # the first call is the server's self-test
             Path(mark).touch()
             time.sleep(delay)
             Path(mark).unlink()
@@ -50,15 +50,15 @@ def slow(mark, delay):
 
 @dataclass(frozen=True)
 class Config:
-    """Soak of the reward service for posters."""
+    """Soak test of the poster reward service."""
 
-    minutes: float = 10.0  # of the training with kills, from its first step on
-    kills: int = 10  # of the server in this time
-    away: float = 5.0  # seconds until it is started again, at most
-    delay: float = 0.5  # seconds that the scorer takes longer for a batch
+    minutes: float = 10.0  # of training with kills, counted from its first step
+    kills: int = 10  # of the server during that time
+    away: float = 5.0  # seconds until the server is restarted, at most
+    delay: float = 0.5  # seconds added to the scoring of a batch
     batch_size: int = 16  # prompts per step, with 4 completions each
-    seed: int = 0  # of the moments of the kills
-    folder: str = ""  # a new one, for runs and logs; "": a temporary one
+    seed: int = 0  # of the times of the kills
+    folder: str = ""  # new folder for runs and logs; "": a temporary one
 
     def __post_init__(self):
         checks.at_least(self, 0, "kills", "away", "delay")
@@ -67,7 +67,7 @@ class Config:
 
 
 class Soak:
-    """A server and a training, one of each at a time, and the folder of their files."""
+    """At most one server and one training process, and the folder of their files."""
 
     def __init__(self, cfg: Config, folder: Path):
         self.cfg, self.folder, self.mark = cfg, folder, folder / "scoring"
@@ -81,14 +81,14 @@ class Soak:
             self.port = free.getsockname()[1]
 
     def start_server(self) -> None:
-        """Always with the same port and options."""
+        """Starts the reward server, always with the same port and options."""
         self.mark.unlink(missing_ok=True)
         options = json.dumps({"mark": str(self.mark), "delay": self.cfg.delay})
         scorer = f"{self.folder / 'slow_scorer.py'}:slow"
         self._start("reward_server", port=self.port, scorer=scorer, scorer_options=options)
 
     def start_training(self, name: str, steps: int) -> None:
-        """Its folder gets this name."""
+        """Starts a training in the folder `name`."""
         self._start("poster_grpo", reward_url=f"http://127.0.0.1:{self.port}", train_data=self.folder / "rows.jsonl",
                     out_dir=self.folder / name, steps=steps, device="cpu", batch_size=self.cfg.batch_size, group_size=4,
                     save_every=10**9, eval_examples=16)  # fmt: skip
@@ -103,7 +103,7 @@ class Soak:
                                                     preexec_fn=_end_with_parent)  # fmt: skip
 
     def wait(self, happened: Callable[[], bool], seconds: float = PATIENCE) -> None:
-        """Until something is so. Exits if a process ends meanwhile, or it takes too long."""
+        """Waits until `happened()`; exits if a process ends meanwhile or the time is up."""
         end = time.monotonic() + seconds
         while not happened():
             ended = [name for name, process in self.running.items() if process.poll() is not None]
@@ -113,12 +113,12 @@ class Soak:
             time.sleep(0.01)
 
     def end(self, script: str, seconds: float = PATIENCE) -> None:
-        """Waits for the end of a process, which must go well."""
+        """Waits for a process to end; exits if it failed."""
         if code := self.running.pop(script).wait(seconds):
             sys.exit(f"error: {script} ended with code {code}: see {self.logs[script]}")
 
     def kill_server(self) -> str:
-        """What it was doing."""
+        """Kills the server and returns what it was doing: "scoring", "ready" or "starting"."""
         server = self.running.pop("reward_server")
         server.kill()
         server.wait()
@@ -126,7 +126,7 @@ class Soak:
         return "scoring" if self.mark.exists() else "ready" if idle else "starting"
 
     def train_with_kills(self) -> str:
-        """The run "killed"; returns a summary of the kills."""
+        """Trains the run "killed" and returns a summary of the kills."""
         rng, hit, seconds = random.Random(self.cfg.seed), Counter(), 60 * self.cfg.minutes
         moments = sorted(rng.uniform(0, seconds) for _ in range(self.cfg.kills))
         self.start_server()
@@ -136,7 +136,7 @@ class Soak:
         for number, moment in enumerate(moments):
             self.wait(lambda moment=moment: time.monotonic() > begin + moment, seconds + PATIENCE)
             if number % 2 == 0:
-                self.wait(lambda: not self.mark.exists())  # or what is left of the request may be too short
+                self.wait(lambda: not self.mark.exists())  # the rest of this request may be short
                 self.wait(self.mark.exists)
                 time.sleep(rng.uniform(0, self.cfg.delay / 2))
             hit[self.kill_server()] += 1
@@ -149,7 +149,7 @@ class Soak:
         return f"{hit.total()} kills of a server that was {dict(hit)}; {noticed} outages noticed by the training"
 
     def train_straight(self) -> None:
-        """The run "straight", of as many steps."""
+        """Trains the run "straight" for as many steps as "killed"."""
         self.start_training("straight", len(_steps(_lines(self.folder / "killed"))))
         self.end("poster_grpo", 2 * 60 * self.cfg.minutes + PATIENCE)
         self.running["reward_server"].terminate()
@@ -157,15 +157,15 @@ class Soak:
 
 
 def _end_with_parent() -> None:
-    """In a new process: the kernel kills it when the soak has ended, even if that was killed itself."""
+    """Runs in a child: has the kernel kill it when the soak ends, even if the soak is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _lines(run: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl of a run, without durations and memory."""
+    """Lines of a run's metrics.jsonl, without durations and memory."""
     path = run / "metrics.jsonl"
-    text = path.read_text().rpartition("\n")[0] if path.exists() else ""  # half a line may be there already
+    text = path.read_text().rpartition("\n")[0] if path.exists() else ""  # drop a line that is still being written
     kept = [line for line in map(json.loads, text.splitlines()) if "seconds_save" not in line]
     return [{k: v for k, v in line.items() if not k.startswith(MEASURED)} for line in kept]
 
@@ -176,11 +176,7 @@ def _steps(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def differences(folder: Path) -> list[str]:
-    """How the runs "killed" and "straight" differ: nothing is good.
-
-    Args:
-        folder: that holds both.
-    """
+    """Differences between the runs "killed" and "straight" in `folder`; empty if they are equal."""
     killed, straight = (_lines(folder / name) for name in ("killed", "straight"))
     found = [f"step {line['step']}: {line['unscored']:.0%} unscored" for line in _steps(killed) if line["unscored"]]
     if len(_steps(killed)) != len(_steps(straight)):
@@ -198,7 +194,7 @@ def differences(folder: Path) -> list[str]:
 def main(cfg: Config) -> None:
     """Prints a summary; exits with code 1 if the runs differ."""
     folder = Path(cfg.folder or tempfile.mkdtemp(prefix="soak_rewards_")).absolute()
-    folder.mkdir(parents=True, exist_ok=not cfg.folder)  # the runs of another soak would be resumed
+    folder.mkdir(parents=True, exist_ok=not cfg.folder)  # not the runs of another soak, which would be resumed
     soak = Soak(cfg, folder)
     try:
         kills = soak.train_with_kills()

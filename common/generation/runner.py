@@ -1,0 +1,260 @@
+"""The device side of the decode engine: prefill, decode steps, drawing, and CUDA graphs of whole steps.
+
+A decode step gives every row its next token: forward pass, draw, log-probability and end of sequence
+all happen on the device. Weights are read where they are: after an update there is nothing to copy,
+and graphs stay valid as long as parameters keep their storage.
+
+Dims: B sequences of the rollout, b rows decoded together, V vocabulary, T new tokens.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from transformers import PreTrainedModel
+
+from common.generation.cache import Cache, FlashCache, SdpaCache
+from common.generation.scheduler import Group, Space
+from common.maths.sampling import Sampling, distribution, draw
+from common.model import attention, merging
+from common.model.head import vocabulary_logits, wide_weight
+from common.model.images import Images
+from common.model.models import eval_mode
+
+NOT_FINITE = "hidden states of the policy are not finite: broken weights, or an overflow in fp16"
+
+
+class RowState:
+    """What a decode step knows of each row of the batch, int64 [rows] each, on the device.
+
+    Attributes:
+        table: [7, rows], all of the following: one gather closes gaps, and graphs keep their addresses.
+        token: the last token drawn.
+        count: tokens drawn so far.
+        sequence: number of the completion in the rollout.
+        start: where the completion begins in the cache.
+        prompt_length: tokens of the prompt.
+        done: 1 once the completion has ended.
+        position_shift: position of a token less its place in the sequence: images take fewer positions than tokens.
+    """
+
+    def __init__(self, rows: int, device: torch.device):
+        self.table = torch.zeros(7, rows, dtype=torch.long, device=device)
+        self.token, self.count, self.sequence, self.start = self.table[:4]
+        self.prompt_length, self.done, self.position_shift = self.table[4:]
+
+    def __len__(self) -> int:
+        return self.table.shape[1]
+
+    def keep(self, kept: list[int], before: int) -> None:
+        """Closes the gaps in a batch of `before` rows; `kept` are the places of those that stay, ascending."""
+        places = torch.tensor(kept, dtype=torch.long, device=self.table.device)
+        self.table[:, : len(kept)] = self.table[:, :before][:, places]
+
+    def pad(self, rows: int, batch: int, start: int) -> None:
+        """Fills a batch up from `rows` to `batch` with ended rows, which write to `start` in the cache."""
+        values = [0, 1, 0, start, 0, 1, 0]  # one token drawn, done
+        self.table[:, rows:batch] = torch.tensor(values, device=self.table.device)[:, None]
+
+
+class Runner:
+    """Runs one model on one device over a key-value cache; keeps cache and CUDA graphs from one rollout to the next."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        support: attention.Support,
+        end_ids: Sequence[int],
+        suppressed_ids: Sequence[int],
+        compile: bool,
+    ):
+        """Chooses the cache; no memory is allocated yet. See `engine.Engine` for the arguments."""
+        self.model, self.decoder, self.device = model, model.get_decoder(), model.device
+        self.modules = [layer.module for layer in support.layers]
+        probe = torch.empty(0, support.layers[0].head_size, dtype=model.dtype, device=self.device)
+        kind = FlashCache if attention.on_flash(probe) else SdpaCache
+        self.cache: Cache = kind(support.layers, model.dtype, self.device)
+        self.use_graphs = self.device.type == "cuda" and kind is FlashCache
+        self.compiled_layers = attention.decoder_layers(model, support) if compile and self.use_graphs else []
+        self._draw = torch.compile(self._draw_eager, dynamic=True) if self.compiled_layers else self._draw_eager
+        self.end = torch.tensor(list(end_ids), device=self.device)
+        self.suppressed = torch.tensor(list(suppressed_ids), dtype=torch.long, device=self.device)
+        self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
+        self.graph_memory = None  # shared by all graphs
+        self.state = RowState(0, torch.device("cpu"))
+        self.out_tokens = torch.empty(0)
+        self.parameter_addresses: tuple[int, ...] | None = None
+
+    # ---- one rollout ----
+
+    def reserve(self, space: Space, uniforms: torch.Tensor) -> None:
+        """Gets memory ready for a rollout; what graphs point to is allocated anew only when it has to grow."""
+        total = uniforms.numel()
+        moved = self.cache.reserve(space)
+        if space.batch > len(self.state):
+            moved = True
+            self.state = RowState(space.batch, self.device)
+            self.healthy = torch.ones((), dtype=torch.bool, device=self.device)
+        if total >= len(self.out_tokens):
+            moved = True
+            # ended rows write to the last place
+            self.out_tokens = torch.empty(total + 1, dtype=torch.long, device=self.device)
+            self.out_logps = torch.empty(total + 1, device=self.device)
+            self.uniforms = torch.empty(total, dtype=torch.float64, device=self.device)
+        addresses = tuple(p.data_ptr() for p in self.model.parameters())
+        if moved or addresses != self.parameter_addresses:
+            self.graphs, self.graph_memory, self.parameter_addresses = {}, None, addresses
+        self.uniforms[:total] = uniforms.flatten().to(self.device)
+        self.head_weight = wide_weight(self.model)
+        self.out_tokens.fill_(-1)
+        self.out_logps.zero_()
+        self.healthy.fill_(True)
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Caches on the attention modules, eval mode, LoRA merged; all of it is undone, also on errors."""
+        with ExitStack() as stack:
+            stack.enter_context(eval_mode(self.model))
+            stack.enter_context(merging.merged(self.model))
+            for module, (keys, values) in zip(self.modules, self.cache.pools, strict=True):
+                module.rl_keys, module.rl_values = keys, values
+                stack.callback(lambda module=module: [delattr(module, name) for name in ("rl_keys", "rl_values")])
+            yield
+
+    def results(self, B: int, T: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and log-probabilities of the rollout, as `engine.Engine.decode` returns them."""
+        return tuple(out[: B * T].view(B, T).clone() for out in (self.out_tokens, self.out_logps))
+
+    def release(self) -> None:
+        """Frees cache and graphs, which hold addresses in it; the next rollout allocates and captures again."""
+        self.graphs, self.graph_memory = {}, None
+        self.cache.release()
+
+    # ---- the batch ----
+
+    def prefill(
+        self, groups: list[Group], prompts: Sequence[list[int]], sampling: Sampling, images: Images | None
+    ) -> None:
+        """Reads prompts in one forward pass and draws the first token of each of their rows.
+
+        Args:
+            groups: neighbors in the batch, all of whose rows are new.
+            prompts: of the whole rollout.
+            sampling: the distribution tokens are drawn from.
+            images: of all prompts, if the model is given any.
+        """
+        group_size, lengths = len(groups[0].rows), [group.length for group in groups]
+        path = self.cache.prefill(groups)
+        ids = torch.tensor([[token for group in groups for token in prompts[group.prompt]]], device=self.device)
+        positions = torch.cat([torch.arange(n) for n in lengths])[None].to(self.device)
+        inputs, shift = {"input_ids": ids, "position_ids": positions}, torch.zeros(len(groups), dtype=torch.long)
+        if images is not None:
+            own = images.select(torch.tensor([group.prompt for group in groups])).to(self.device)
+            row = torch.arange(len(groups)).repeat_interleave(torch.tensor(lengths))[None].to(self.device)
+            inputs = own.inputs(self.model, ids, row, positions)
+            shift = own.ends[own.prompts] - torch.tensor(lengths)
+        with torch.compiler.set_stance("force_eager"):  # layers compiled for the update are not for this
+            hidden = self.decoder(**inputs, **attention.inputs(self.device, path))
+        last = hidden.last_hidden_state[0, path.offsets[1:].long() - 1].repeat_interleave(group_size, 0)
+        here, state = slice(groups[0].first, groups[-1].places.stop), self.state
+        starts = [start for group in groups for start in self.cache.starts(group)]
+        numbers = [row.sequence for group in groups for row in group.rows]
+        state.sequence[here], state.start[here] = torch.tensor([numbers, starts], device=self.device)
+        state.count[here], state.done[here] = 0, 0
+        state.prompt_length[here] = torch.tensor(lengths, device=self.device).repeat_interleave(group_size)
+        state.position_shift[here] = shift.to(self.device).repeat_interleave(group_size)
+        self._emit(last, here, sampling, self._draw_eager)
+
+    def arrange(self, groups: list[Group], b: int) -> None:
+        """Prepares decode steps for a batch that has changed: groups, then padding up to b rows."""
+        self.cache.arrange(groups, b)
+        if b > (rows := groups[-1].places.stop):
+            self.state.pad(rows, b, self.cache.padding)  # for graphs, which only a FlashCache allows
+
+    def keep(self, kept: list[int], before: int) -> None:
+        """Closes the gaps that ended rows leave; see `RowState.keep`."""
+        self.state.keep(kept, before)
+        if self.cache.row_tensors:
+            places = torch.tensor(kept, dtype=torch.long, device=self.device)
+            for tensor in self.cache.row_tensors:
+                tensor[: len(kept)] = tensor[places]
+
+    def done(self, rows: int) -> list[bool]:
+        """Which rows of the batch have ended; syncs."""
+        return list(map(bool, self.state.done[:rows].tolist()))
+
+    def all_done(self, rows: int) -> bool:
+        """Whether all rows of the batch have ended; syncs."""
+        return bool(self.state.done[:rows].all())
+
+    # ---- one step ----
+
+    def advance(self, b: int, sampling: Sampling, longest: int) -> None:
+        """One token for the first b rows, by a graph or the step itself; `longest` is the length of the longest row."""
+        if not self.use_graphs:
+            return self._step(b, sampling, longest)
+        key = (*self.cache.graph_key(b), sampling)
+        if key not in self.graphs:
+            self.graphs[key] = self._capture(b, sampling)
+        self.graphs[key].replay()
+
+    def _step(self, b: int, sampling: Sampling, longest: int = 0) -> None:
+        """One token for the first b rows; under a graph it reads and writes device memory only."""
+        state = self.state
+        position = state.prompt_length[:b] + state.count[:b] - 1
+        path = self.cache.decode(state.start[:b], state.count[:b], longest)
+        hidden = self.decoder(
+            input_ids=state.token[:b, None],
+            position_ids=(position + state.position_shift[:b])[:, None],
+            **attention.inputs(self.device, path),
+        )
+        self._emit(hidden.last_hidden_state[:, 0], slice(0, b), sampling, self._draw)
+
+    def _emit(self, hidden: torch.Tensor, rows: slice, sampling: Sampling, draw_tokens: Callable) -> None:
+        """Draws the next token of some rows from their last hidden states, and records it."""
+        self.healthy.logical_and_(hidden.isfinite().all())
+        state, T = self.state, self.cache.space.tokens
+        count, done = state.count[rows], state.done[rows].bool()
+        place = state.sequence[rows] * T + count.clamp(max=T - 1)
+        logits = vocabulary_logits(self.model, hidden, self.head_weight)
+        tokens, logps = draw_tokens(logits, self.uniforms[place], count, sampling)
+        place = torch.where(done, len(self.out_tokens) - 1, place)
+        self.out_tokens.index_copy_(0, place, tokens)
+        self.out_logps.index_copy_(0, place, logps)
+        ended = done | (tokens[:, None] == self.end).any(1) | (count + 1 >= T)
+        state.token[rows] = torch.where(done, state.token[rows], tokens)
+        state.count[rows] = count + (~done).long()
+        state.done[rows] = ended.long()
+
+    def _draw_eager(
+        self, logits: torch.Tensor, uniforms: torch.Tensor, count: torch.Tensor, sampling: Sampling
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = distribution(logits, sampling, count, self.end, self.suppressed)
+        return draw(logits, uniforms, greedy=sampling.temperature == 0)
+
+    def _capture(self, b: int, sampling: Sampling) -> torch.cuda.CUDAGraph:
+        """The step for b rows as a graph; rows are marked as ended meanwhile, so that warming up changes nothing."""
+        before = self.state.done[:b].clone()
+        self.state.done[:b] = 1
+        layers = [layer for layer in self.compiled_layers if layer._compiled_call_impl is None]
+        for layer in layers:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+        try:
+            aside = torch.cuda.Stream(self.device)
+            aside.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(aside):
+                for _ in range(3):
+                    self._step(b, sampling)
+            torch.cuda.current_stream(self.device).wait_stream(aside)
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: what NCCL and other threads do meanwhile is no part of it, and must not end it. A stream of
+            # this GPU: the one that torch would take belongs to the first GPU for which it did
+            options = dict(pool=self.graph_memory, stream=aside, capture_error_mode="thread_local")
+            with torch.cuda.device(self.device), torch.cuda.graph(graph, **options):
+                self._step(b, sampling)
+        finally:
+            for layer in layers:
+                del layer.forward
+        self.graph_memory = self.graph_memory or graph.pool()
+        self.state.done[:b] = before
+        return graph

@@ -1,0 +1,227 @@
+"""What surrounds the loop of a training script: start, log, checkpoints, Ctrl-C and outages."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase, set_seed
+
+from common.base import config, devices, distributed
+from common.base.checks import require
+from common.generation.batches import RolloutBatch
+from common.loop.policy import Policy
+from common.model.images import Images
+from common.planning import plan
+from common.run import checkpoint, guards, metrics, profiling
+from common.tasks import data
+from common.tasks.data import Example, PromptStream
+from common.training.optim import AdamW
+
+
+class Run:
+    """One training run.
+
+    Attributes:
+        checkpoint: where it goes on from; None for a new run.
+        plan: expected memory.
+        log: takes the metrics; there after `resume`.
+        done: steps done.
+        batch: completions of the present step that have no rewards yet. If the reward service stays away, they are
+            saved, and scored first when the run is resumed.
+    """
+
+    def __init__(self, cfg: Any, gpus: devices.Layout, guards: Mapping[str, tuple], timeout_minutes: float = 60):
+        """Joins the other ranks, finds the checkpoint to go on from, and sets seeds.
+
+        Args:
+            cfg: a `settings.Settings`.
+            gpus: where its roles are.
+            guards: healthy ranges of metrics, see common/run/guards.py.
+            timeout_minutes: how long ranks wait for one another.
+
+        Raises:
+            ValueError: settings that do not suit the number of ranks, or no such checkpoint.
+        """
+        self.cfg, self.gpus, self.limits = cfg, gpus, guards
+        rank, self.num_ranks = distributed.start(gpus.home, timeout_minutes)
+        _require_shares(cfg, self.num_ranks, timeout_minutes)
+        devices.limit_memory(gpus.all, cfg.memory_limit)
+        self.checkpoint = checkpoint.find(cfg.out_dir, cfg.resume)
+        self.plan: Any = ""
+        self.batch: RolloutBatch | None = None
+        set_seed(cfg.seed + rank)
+
+    def require_memory(self, **known: Any) -> None:
+        """Prints expected memory and refuses a run that cannot fit, before a model is loaded.
+
+        Args:
+            **known: what is known of model and data, see `plan.require_fit`.
+        """
+        self.plan = plan.require_fit(self.cfg, self.gpus, ranks=self.num_ranks, **known)
+
+    def resume(
+        self,
+        policy: Policy,
+        optimizer: AdamW,
+        examples: list[Example],
+        frozen: nn.Module | None = None,
+        notes: Mapping[str, Any] | None = None,
+        tokenizer: Any = None,
+    ) -> PromptStream:
+        """Restores optimizer, random numbers, data position and log from the checkpoint, if there is one.
+
+        Args:
+            policy: what is trained; its replicas are brought up to date.
+            optimizer: of its weights.
+            examples: rows to train on.
+            frozen: reference to save with every checkpoint, because it changes.
+            notes: what else every checkpoint keeps, JSON values; read when one is saved.
+            tokenizer: what is saved with the policy; its tokenizer by default.
+
+        Returns:
+            The prompts, from where they were.
+        """
+        cfg = self.cfg
+        self.policy, self.optimizer, self.frozen, self.notes = policy, optimizer, frozen, notes or {}
+        self.tokenizer = tokenizer or policy.tokenizer
+        done, position = checkpoint.load(self.checkpoint, optimizer, cfg) if self.checkpoint else (0, 0)
+        policy.sync()
+        if done >= cfg.steps:
+            distributed.print_main(
+                f"{self.checkpoint} has all {cfg.steps} steps: raise steps to go on, or give another out_dir"
+            )
+        ranks = distributed.rank(), self.num_ranks
+        self.prompts = data.PromptStream(examples, cfg.batch_size, cfg.seed, position, *ranks)
+        self.prompts.warn_if_changed(checkpoint.notes(self.checkpoint).get("data"))
+        config.save(cfg, cfg.out_dir)
+        self.log = metrics.Log(cfg.out_dir, done, cfg.steps, self.gpus.all)
+        self.watch = guards.Watch(self.limits, cfg, self.log, done)
+        self.start = self.done = done
+        self.position = position
+        self.pending = checkpoint.unscored(self.checkpoint, policy.home, cfg)
+        return self.prompts
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Surrounds the loop, and closes the run at its end.
+
+        The first Ctrl-C or SIGTERM lets the step finish, then saves; a second one stops at once. If a service stays
+        away, the steps done are saved with the completions that wait for rewards, and the process exits with code 75.
+        """
+        cfg = self.cfg
+        with (
+            checkpoint.stop_on_signal() as self._signals,
+            profiling.trace(cfg.out_dir, cfg.profile) as self._end_profiled_step,
+            checkpoint.save_on_outage(lambda: self.save(self.batch)),
+        ):
+            yield
+        self.log.close()
+        distributed.print_main(f"{self.policy.kind} saved in {checkpoint.newest(cfg.out_dir)}")
+        self.watch.leave()
+        distributed.shutdown()
+
+    def steps(self) -> Iterator[int]:
+        """Numbers of the steps to take."""
+        for step in range(self.start + 1, self.cfg.steps + 1):
+            yield step
+            self._end_profiled_step()
+
+    @contextmanager
+    def phase(self, name: str, collective: bool = False) -> Iterator[None]:
+        """Times a phase of a step, and ends it on all ranks if it fails on one; see `distributed.together`.
+
+        Args:
+            name: of the phase; its metric is `seconds_<name>`.
+            collective: whether the block communicates with other ranks.
+        """
+        with self.log.time(name), distributed.together(name, collective):
+            yield
+
+    def take_pending(self, images: Images | None = None) -> RolloutBatch | None:
+        """Completions that an earlier run could not get scored, once; None if there are none.
+
+        Args:
+            images: of the prompts; they are not saved with completions.
+        """
+        batch, self.pending = self.pending, None
+        if batch is not None and images is not None:
+            batch.images = images.repeat(self.cfg.group_size)
+        return batch
+
+    def end_step(self, step: int, position: int) -> None:
+        """Counts a step as done and writes its metrics; a collective.
+
+        Args:
+            step: from 1.
+            position: prompts taken from the data so far.
+        """
+        self.done, self.position, self.batch = step, position, None
+        self.collapsed = self.watch.see(self.log.end_step(step, learning_rate=self.optimizer.learning_rate))
+
+    def sample_due(self, step: int) -> bool:
+        """Whether completions of this step go to samples.jsonl."""
+        return self.cfg.sample_every > 0 and step % self.cfg.sample_every == 0
+
+    def eval_due(self, step: int) -> bool:
+        """Whether to evaluate after this step; after the step that the run starts from: before its first one."""
+        cfg = self.cfg
+        if step == self.start:
+            return self.log.evaluation_due(cfg)
+        return bool(cfg.eval_data and cfg.eval_every) and (step % cfg.eval_every == 0 or step == cfg.steps)
+
+    def stop_asked(self) -> bool:
+        """Whether a signal came on any rank, or a guard ends the run; a collective.
+
+        Read once a step: a signal may come while the checkpoint is written.
+        """
+        return distributed.any_rank(bool(self._signals)) or self.collapsed
+
+    def save_due(self, step: int) -> bool:
+        """Whether to save after this step."""
+        return step % self.cfg.save_every == 0 or step == self.cfg.steps
+
+    def save(self, batch: RolloutBatch | None = None) -> None:
+        """Saves a checkpoint of the steps done; a collective.
+
+        Args:
+            batch: completions of the next step that wait for rewards.
+        """
+        notes = {"data": self.prompts.fingerprint, **self.notes}
+        with self.log.time_save(self.done):
+            checkpoint.save(self.cfg.out_dir, self.done, self.policy.whole, self.tokenizer, self.optimizer,
+                            self.position, self.cfg, notes=notes, rollout=batch, reference=self.frozen)  # fmt: skip
+
+
+def load_data(
+    cfg: Any, tokenizer: PreTrainedTokenizerBase, train_answers: bool = True, eval_answers: bool = True
+) -> tuple[list[Example], list[Example]]:
+    """Reads training data, all rows, and evaluation data, this rank's share.
+
+    Args:
+        cfg: a `settings.Settings`.
+        tokenizer: of the policy.
+        train_answers: whether a training row without an answer is an error.
+        eval_answers: whether an evaluation row without an answer is an error.
+    """
+    reading = dict(max_prompt_tokens=cfg.max_prompt_tokens, apply_chat_template=cfg.apply_chat_template,
+                   system_prompt=cfg.system_prompt)  # fmt: skip
+    train = data.load_examples(cfg.train_data, tokenizer, need_answer=train_answers, **reading)
+    held_out = []
+    if cfg.eval_data and cfg.eval_every:
+        held_out = data.load_examples(cfg.eval_data, tokenizer, split="test", need_answer=eval_answers, **reading)
+    return train, held_out[: cfg.eval_examples][distributed.rank() :: distributed.num_ranks()]
+
+
+def _require_shares(cfg: Any, num_ranks: int, timeout_minutes: float) -> None:
+    """Requires settings that can be divided among the ranks."""
+    if num_ranks == 1:
+        return
+    require(cfg.batch_size % num_ranks == 0, f"batch_size = {cfg.batch_size}", f"must be a multiple of the {num_ranks} "
+            "ranks", f"{num_ranks * max(1, cfg.batch_size // num_ranks)} would do")  # fmt: skip
+    rows = cfg.batch_size * (1 if getattr(cfg, "off_policy", False) else cfg.group_size) // num_ranks
+    require(rows >= cfg.num_minibatches, f"num_minibatches = {cfg.num_minibatches}",
+            f"must be at most the {rows} completions of a rank", "lower it, or raise batch_size")  # fmt: skip
+    patience = getattr(cfg, "reward_patience", 0)
+    require(patience < 60 * timeout_minutes, f"reward_patience = {patience} s",
+            f"ranks wait {timeout_minutes} minutes for one another", "lower it, or raise TIMEOUT_MINUTES")  # fmt: skip

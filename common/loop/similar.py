@@ -1,0 +1,138 @@
+"""Which responses to a prompt are alike: embeddings of a rollout, clustered over all ranks."""
+
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.base import background, devices, distributed
+from common.base.checks import at_least, require
+from common.run import checkpoint
+from common.run.metrics import Log
+from common.tasks import answers, similarity
+from common.tasks.embedder import Embedder, fetch
+
+
+def check(cfg: Any) -> None:
+    """Requires what must hold for the options of similarity groups.
+
+    Args:
+        cfg: the Config of grpo/similarity_grpo.py.
+
+    Raises:
+        ValueError: a rule is broken.
+    """
+    at_least(cfg, 1, "similarity_max_tokens", "similarity_batch")
+    require(cfg.similarity_method != "within" or cfg.scale == "group", f"advantage_scale = {cfg.scale!r}",
+            "'within' divides by the std of the cluster", "leave it at 'auto', and loss not 'dr_grpo'")  # fmt: skip
+    similarity.Threshold(cfg.similarity_threshold)  # has rules of its own
+
+
+class SimilarityGroups:
+    """Embeds responses while log-probabilities are computed, and clusters them by cosine similarity.
+
+    Attributes:
+        embed: the embedding model, loaded when it is first used.
+        threshold: the cosine from which responses are alike.
+    """
+
+    def __init__(self, cfg: Any, gpus: devices.Layout, resumed: Path | None = None):
+        """Finds the embedding model, so that one that is missing is an error now and not after the first rollout.
+
+        Args:
+            cfg: the Config of grpo/similarity_grpo.py.
+            gpus: where its roles are.
+            resumed: checkpoint; an automatic threshold goes on from it.
+        """
+        self.cfg = cfg
+        with distributed.together("similarity model"):
+            self.embed = Embedder(fetch(cfg.embedding_model), gpus.embedder, cfg.similarity_max_tokens,
+                                  cfg.similarity_batch, cfg.similarity_offload)  # fmt: skip
+        quantiles = checkpoint.notes(resumed).get("cosine_quantiles", ())
+        self.threshold = similarity.Threshold(cfg.similarity_threshold, quantiles)
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"cosine_quantiles": self.threshold.quantiles}
+
+    def start(self, scoring: Future) -> Future:
+        """Starts to embed responses as soon as they are scored; a collective.
+
+        Args:
+            scoring: gives the `Scored` of P * G responses.
+
+        Returns:
+            Gives embeddings [P, G, D] fp32.
+        """
+        with distributed.together("similarity model"):
+            self.embed.load()  # not in the thread: loading changes torch's default dtype for all of them
+        embedding = background.start(embed_responses, scoring, self.embed, self.cfg)
+        if self.cfg.similarity_offload:  # where memory is short, it has the GPU to itself
+            wait([embedding])
+        return embedding
+
+    def cluster(
+        self, rewards_PG: torch.Tensor, embedding: Future, log: Log
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Clusters the responses to the prompts of all ranks; a collective.
+
+        Args:
+            rewards_PG: [P, G] fp32 of this rank.
+            embedding: from `start`.
+            log: takes seconds, and metrics of the clusters.
+
+        Returns:
+            Of the A prompts of all ranks: rewards [A, G]; labels [A, G], -1 for responses in no cluster; and cosines
+            [A, G, G].
+        """
+        with log.time("similarity"):
+            with distributed.together("similarity"):
+                embeddings_PGD = embedding.result()
+            clusters = cluster(self.cfg, rewards_PG, embeddings_PGD, self.threshold)
+        log.add(embedding_seconds=self.embed.seconds, **similarity.cluster_stats(*clusters[1:]))
+        return clusters
+
+
+def embed_responses(scoring: Future, embed: Any, cfg: Any) -> torch.Tensor:
+    """Embeddings [P, G, D] of responses, or of the final answers found in them.
+
+    Args:
+        scoring: gives the `Scored` of P * G responses.
+        embed: an `Embedder`.
+        cfg: the Config of grpo/similarity_grpo.py.
+    """
+    texts_B = scoring.result().completions
+    if cfg.similarity_text == "answer":
+        texts_B = [answers.normal_answer(text) or "" for text in texts_B]
+    return embed(texts_B, cfg.group_size)
+
+
+def cluster(
+    cfg: Any, rewards_PG: torch.Tensor, embeddings_PGD: torch.Tensor, threshold: similarity.Threshold
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Clusters of this rank's responses, gathered over all ranks; a collective.
+
+    With the method "within" all responses are clustered, by their silhouette; otherwise those with a positive reward,
+    by complete linkage at the threshold.
+
+    Args:
+        cfg: the Config of grpo/similarity_grpo.py.
+        rewards_PG: [P, G] fp32.
+        embeddings_PGD: [P, G, D] fp32.
+        threshold: set by the cosines of all ranks, if it is automatic.
+
+    Returns:
+        As `SimilarityGroups.cluster`.
+    """
+    cosines_AGG = torch.cat(distributed.gather_objects(similarity.cosines(embeddings_PGD)))
+    tau = threshold(cosines_AGG)
+    if cfg.similarity_method == "within":
+        labels_PG = torch.stack([similarity.cluster_by_silhouette(group_GD) for group_GD in embeddings_PGD])
+    else:
+        labels_PG = similarity.cluster_groups(embeddings_PGD, rewards_PG, tau)
+    rewards_AG, labels_AG = map(torch.cat, zip(*distributed.gather_objects((rewards_PG, labels_PG)), strict=True))
+    if cfg.similarity_method != "within":
+        threshold.warn(labels_AG, rewards_AG)
+    return rewards_AG, labels_AG, cosines_AGG

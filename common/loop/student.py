@@ -1,0 +1,253 @@
+"""Distillation: a student, its teacher, on- and off-policy completions, and their evaluation."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.base import devices, distributed, memory
+from common.base.checks import require
+from common.distill import distillation, offpolicy, teacher_client, teachers
+from common.generation.batches import RolloutBatch
+from common.loop.offloading import Offloading
+from common.loop.policy import Policy
+from common.loop.sampler import Sampler
+from common.loop.scorer import collate
+from common.loop.trainer import Counts, Stats
+from common.model import logprobs
+from common.run import checkpoint
+from common.tasks import rewards
+from common.tasks.data import Example, PromptStream
+from common.tasks.rewards import Scored
+
+
+class Student(Policy):
+    """A policy that learns from a teacher; `learn_from` decides what its forward pass computes."""
+
+    kind = "student"
+
+    def __init__(self, cfg: Any, gpus: devices.Layout | None = None, resumed: Path | None = None):
+        """Loads the student.
+
+        Args:
+            cfg: a `settings.Settings` with `student_model`.
+            gpus: where it lives; one GPU or the CPU by default.
+            resumed: checkpoint to take the weights from.
+        """
+        gpus = gpus or devices.layout(cfg.device, student=(0,))
+        usual = "by distillation: 5e-5 (up to 0.5 B) to 1e-5 (7 B)"
+        self.load(cfg, cfg.student_model, gpus, resumed, most=2e-4, usual=usual)
+        self.num_ids = self.model.get_output_embeddings().weight.shape[0]
+
+    def learn_from(self, teacher: Any, cfg: Any) -> None:
+        """Wraps the student for its loss: log-probabilities for "opd", else divergences over the vocabulary.
+
+        Args:
+            teacher: from `load_teacher`.
+            cfg: the Config of a GKD script.
+        """
+        if cfg.loss == "opd":
+            self.wrap(functools.partial(logprobs.LogProbs, temperature=cfg.temperature, compile=cfg.compile))
+        else:
+            options = cfg.loss_temperature, cfg.compile, cfg.beta_in_force, teacher.shared, teacher.head
+            self.wrap(lambda model: distillation.Divergences(model, *options))
+
+    def divergence(self, micro: RolloutBatch, weights_mC: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Divergence from the teacher over the vocabulary.
+
+        Args:
+            micro: m sequences, with what the teacher gave.
+            weights_mC: [m, C] fp32, weight of every token.
+
+        Returns:
+            The weighted sum, and metrics of every token [m, C] by name.
+        """
+        loss, values_mCR = self.wrapped[micro.replica or 0](*micro.tokens, weights_mC, *micro.teacher.tensors)
+        return loss.squeeze(0), dict(zip(distillation.VALUES, values_mCR.unbind(-1), strict=True))
+
+
+def require_copies(cfg: Any, gpus: devices.Layout) -> None:
+    """Requires GPUs that only sample, if the student is to sample while it trains.
+
+    Args:
+        cfg: the Config of a GKD script.
+        gpus: where its roles are.
+    """
+    require(not cfg.overlap or bool(gpus.copies), "overlap = True", "needs GPUs that sample while others train",
+            "set ROLLOUT_GPU_IDS at the top of the script")  # fmt: skip
+
+
+def load_teacher(cfg: Any, gpus: devices.Layout, student: Student, resumed: Path | None = None) -> Any:
+    """Loads the teacher, or connects to the server that has it, and wraps the student for its loss; a collective.
+
+    Args:
+        cfg: the Config of a GKD script.
+        gpus: where it lives.
+        student: must have the same tokenizer.
+        resumed: checkpoint; the teacher must be the one that the run began with.
+    """
+    with checkpoint.save_on_outage(), distributed.together("load the teacher"):
+        if cfg.teacher_url:
+            teacher = teacher_client.RemoteTeacher(
+                cfg.teacher_url, top_k=cfg.teacher_top_k, temperature=cfg.loss_temperature,
+                workers=cfg.n_server_workers, patience_s=cfg.teacher_patience,
+            )  # fmt: skip
+        else:
+            teacher = teachers.LocalTeacher(
+                cfg.teacher_model, gpus.teacher, cfg.dtype, temperature=cfg.loss_temperature, compile=cfg.compile,
+                tokens_only=cfg.loss == "opd",
+            )  # fmt: skip
+        teachers.agree(teacher, student.tokenizer, student.num_ids, cfg.allow_other_template)
+        teachers.require_same(teacher, checkpoint.notes(resumed))
+    student.learn_from(teacher, cfg)  # shards, which is a collective
+    return teacher
+
+
+class AnsweredScorer:
+    """Scores completions of rows that have an answer; the others get NaN."""
+
+    def __init__(self, tokenizer: Any, functions: Sequence[tuple[Callable, float]]):
+        """Takes the reward functions of the script.
+
+        Args:
+            tokenizer: of the student.
+            functions: reward functions and their weights.
+        """
+        self.tokenizer, self.functions = tokenizer, functions
+
+    def score(self, examples_P: Sequence[Example], batch: RolloutBatch) -> Scored:
+        """Scores completions; see `Scorer.score`.
+
+        Args:
+            examples_P: prompts.
+            batch: completions, an equal number for each prompt.
+        """
+        completions_B, answers_B, columns = collate(examples_P, batch, self.tokenizer)
+        answered = [i for i, answer in enumerate(answers_B) if answer is not None]
+        rewards_B = torch.full((len(completions_B),), float("nan"))
+        if answered:
+            picked = {name: [values[i] for i in answered] for name, values in columns.items()}
+            work = [completions_B[i] for i in answered], [answers_B[i] for i in answered], picked
+            rewards_B[answered] = rewards.score(self.functions, *work)[0]
+        return Scored(completions_B, rewards_B, {})
+
+
+class MixedCompletions:
+    """Completions of each step: sampled from the student, or off-policy, from the data or the teacher.
+
+    Source: arXiv 2306.13649, Eq. 4: the on-policy share `lmbda`, drawn once per step.
+
+    Attributes:
+        on_policy: whether those of the last step were sampled from the student.
+        metrics: `on_policy`, and `staleness`: optimizer updates that the sampling weights had not seen.
+        position: prompts taken from the data after the last step; with `overlap`, those of the next are taken already.
+    """
+
+    def __init__(self, cfg: Any, prompts: PromptStream, sampler: Sampler, student: Student, teacher: Any):
+        """Opens the teacher's own answers, if off-policy completions are those.
+
+        Args:
+            cfg: the Config of a GKD script.
+            prompts: where prompts come from.
+            sampler: samples from the student.
+            student: what is trained.
+            teacher: from `load_teacher`.
+        """
+        self.cfg, self.prompts, self.sampler, self.student, self.teacher = cfg, prompts, sampler, student, teacher
+        self.position, self._ahead, self.answers = prompts.position, None, None
+        if cfg.seq_kd:
+            recipe = offpolicy.recipe(teacher, prompts.examples, cfg.seed, cfg.seq_kd_temperature, cfg.max_new_tokens)
+            self.answers = offpolicy.TeacherAnswers(cfg.seq_kd_cache or cfg.out_dir, teacher, recipe)
+
+    def next(self, step: int) -> tuple[list[Example], RolloutBatch]:
+        """Prompts of this rank, and their completions; with `overlap`, those of the next step are started.
+
+        Args:
+            step: from 1.
+        """
+        cfg, home = self.cfg, self.student.home
+        staleness = float(self._ahead is not None)
+        examples_P, rollout, position = self._ahead or self._begin(step)
+        self.on_policy = rollout is not None
+        self.metrics = {"on_policy": float(self.on_policy)}
+        if self.on_policy:
+            self.metrics["staleness"] = staleness
+            batch = rollout().to(home)
+        else:
+            if cfg.seq_kd:
+                ids = self.answers.get(examples_P)
+            else:
+                ids = offpolicy.answers(examples_P, self.student.tokenizer, cfg.max_new_tokens, self.teacher.shared)
+            batch = offpolicy.batch([e.prompt_ids for e in examples_P], ids, self.sampler.pad_id, self.sampler.end_ids,
+                                    home)  # fmt: skip
+        self.position = position
+        self._ahead = self._begin(step + 1) if cfg.overlap and step < cfg.steps else None
+        return examples_P, batch
+
+    def wait(self) -> None:
+        """Waits until replicas that sample ahead are free for something else."""
+        if self._ahead and self._ahead[1]:
+            self._ahead[1]()
+
+    def _begin(self, step: int) -> tuple[list[Example], Callable[[], RolloutBatch] | None, int]:
+        """Prompts of a step, a function that waits for their completions if it is on-policy, and the position."""
+        cfg, examples_P, rollout = self.cfg, self.prompts.next(), None
+        if offpolicy.draw(cfg.seed, step, offpolicy.share(step, cfg.lmbda, cfg.lmbda_ramp)):
+            rollout = functools.partial(self.sampler.rollout, examples_P, step)
+            if cfg.overlap:
+                rollout = self.sampler.rollout_ahead(examples_P, step).result
+        return examples_P, rollout, self.prompts.position
+
+
+@torch.no_grad()
+def evaluate(
+    cfg: Any, sampler: Sampler, student: Student, teacher: Any, scorer: AnsweredScorer, offloading: Offloading,
+    examples: Sequence[Example], loss: Callable,
+) -> dict[str, float]:  # fmt: skip
+    """Evaluates a student over the examples of all ranks; a collective.
+
+    Args:
+        cfg: the Config of a GKD script.
+        sampler: samples from the student.
+        student: what is trained.
+        teacher: from `load_teacher`.
+        scorer: scores greedy completions.
+        offloading: brings the teacher to its GPU.
+        examples: of this rank.
+        loss: of the script: (student, micro, cfg, counts) -> loss, `Stats`.
+
+    Returns:
+        Reward of greedy completions; divergence from the teacher on sampled ones, and negative log-likelihood of the
+        answers, per token.
+    """
+    sums = {name: [0.0, 0] for name in ("reward", "reverse_kl", "forward_kl", "teacher_nll", "answer_nll")}
+    student, home = student.unsharded, student.home
+
+    def add(name: str, total: float, count: int) -> None:
+        sums[name][0], sums[name][1] = sums[name][0] + float(total), sums[name][1] + count
+
+    def stats_of(batch: RolloutBatch) -> Iterator[tuple[RolloutBatch, Stats]]:
+        (micros,) = batch.minibatches(1, cfg.micro_batch_tokens, student.packed)
+        teacher.fill(micros, cfg.micro_batch_tokens)
+        yield from memory.each(micros, lambda micro: loss(student, micro, cfg, Counts())[1])
+
+    size = cfg.batch_size * cfg.group_size
+    with distributed.together("evaluate"), offloading.teacher_for_evaluation():
+        for part in [examples[i : i + size] for i in range(0, len(examples), size)]:
+            rewards_E = scorer.score(part, sampler.sample_one(part, temperature=0)).rewards
+            add("reward", rewards_E.nansum(), int((~rewards_E.isnan()).sum()))
+            batch = sampler.sample_one(part, cfg.temperature, [e.index for e in part])
+            for micro, stats in stats_of(batch.to(home)):
+                add("teacher_nll", -stats.means["teacher_logps"] * micro.num_tokens, micro.num_tokens)
+                for name in {"reverse_kl", "forward_kl"} & stats.means.keys():
+                    add(name, stats.means[name] * micro.num_tokens, micro.num_tokens)
+            answered = [e for e in part if e.answer is not None]
+            if answered:
+                ids = offpolicy.answers(answered, student.tokenizer, cfg.max_new_tokens, teacher.shared)
+                batch = offpolicy.batch([e.prompt_ids for e in answered], ids, sampler.pad_id, sampler.end_ids, home)
+                for micro, stats in stats_of(batch):
+                    add("answer_nll", -stats.means["student_logps"] * micro.num_tokens, micro.num_tokens)
+    totals = {name: [distributed.sum_over_ranks(x) for x in pair] for name, pair in sums.items()}
+    return {f"eval_{name}": total / count for name, (total, count) in totals.items() if count}

@@ -1,0 +1,68 @@
+"""Poster records as examples of a training script, and the input images that belong to them."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from PIL import Image
+
+from common.base.checks import require
+from common.base.distributed import print_main
+from common.model import images
+from common.tasks import data
+from common.tasks.data import Example
+from grpo.poster import records
+
+
+def load_examples(cfg: Any, source: str, split: str, tokenizer: Any, processor: Any | None) -> list[Example]:
+    """Reads records; for a policy with images, prompts are as long as the images make them.
+
+    Args:
+        cfg: the Config of grpo/poster/poster_grpo.py.
+        source: "synthetic:0" and the like, or a .jsonl file of records.
+        split: "train" or "test", of synthetic records.
+        tokenizer: of the policy.
+        processor: of a policy that sees images; None: it does not.
+
+    Raises:
+        ValueError: no prompt is within `max_prompt_tokens` and `max_images`.
+    """
+    rows, folder = records.read(source, split), records.folder_of(source)
+    kept = [i for i, row in enumerate(rows) if processor is None or len(row["images"]) <= cfg.max_images]
+    if processor is None:
+        chats = [records.messages(rows[i], with_images=False) for i in kept]
+        ids = data.encode_prompts(chats, source, tokenizer, apply_chat_template=True, system_prompt="")
+    else:
+        sizes = [[records.image_size(ref, folder) for ref in rows[i]["images"]] for i in kept]
+        ids = [images.encode(processor, records.messages(rows[i], with_images=True), own)
+               for i, own in zip(kept, sizes, strict=True)]  # fmt: skip
+    found = []
+    for i, prompt_ids in zip(kept, ids, strict=True):
+        columns = {name: rows[i][name] for name in ("id", "images", "extra_info")}
+        truth = rows[i]["ground_truth"]
+        truth = truth if isinstance(truth, str) else json.dumps(truth)
+        if len(prompt_ids) <= cfg.max_prompt_tokens:
+            found.append(Example(i, rows[i]["prompt"], prompt_ids, truth, columns))
+    shortest = min(map(len, ids), default=0)
+    require(bool(found), f"max_prompt_tokens = {cfg.max_prompt_tokens}, max_images = {cfg.max_images}", f"no prompt of "
+            f"{source} fits", f"the shortest has {shortest} tokens; raise one, or lower max_pixels")  # fmt: skip
+    if dropped := len(rows) - len(found):
+        print_main(f"{source}: dropped {dropped} of {len(rows)} prompts: too long, or too many images")
+    return found
+
+
+def open_images(examples: Sequence[Example], source: str, processor: Any | None) -> list[list[Image.Image | None]]:
+    """Opens the input images of every example.
+
+    Args:
+        examples: P records.
+        source: where the records come from.
+        processor: of a policy that sees images; None: synthetic images stay closed, since the reward service draws
+            them itself.
+    """
+    folder = records.folder_of(source)
+
+    def opened(ref: str) -> Image.Image | None:
+        return records.open_image(ref, folder) if processor or not ref.startswith("synthetic:") else None
+
+    return [[opened(ref) for ref in example.columns["images"]] for example in examples]

@@ -162,11 +162,11 @@ def main(cfg: Config, rewards=REWARDS) -> None:
     gpus = devices.layout(cfg.device, policy=POLICY_GPU_IDS, rollout=ROLLOUT_GPU_IDS, reference=REFERENCE_GPU_ID,
                           reward=REWARD_GPU_ID, embedder=SIMILARITY_GPU_IDS)  # fmt: skip
     run = Run(cfg, gpus, GUARDS, TIMEOUT_MINUTES)  # joins the ranks, finds the checkpoint to go on from
+    groups = similar.SimilarityGroups(cfg, gpus, run.checkpoint)
     run.require_memory()
     policy = Policy(cfg, gpus, run.checkpoint, train_entropy=cfg.entropy_coef > 0)
     reference = Reference(cfg, policy, gpus, run.checkpoint)  # empty without kl_coef
     scorer = Scorer(cfg, policy.tokenizer, rewards, gpus, run.checkpoint)
-    groups = similar.SimilarityGroups(cfg, gpus, run.checkpoint)
     optimizer = optim.AdamW(policy.model, cfg.learning_rate, weight_decay=cfg.weight_decay,
                             offload=cfg.optimizer_offload)  # fmt: skip
     train_examples, eval_examples = load_data(cfg, policy.tokenizer)

@@ -8,12 +8,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from bounds import rounding
 from comparing import TERMS, assert_close, comparable
-from conftest import SCRIPTS, Run, assert_equal_weights
+from conftest import Run, assert_equal_weights
 from safetensors.torch import load_file
 from test_scripts import NEVER_ENDING, Raising, failed, first_weights, metrics_explained, refused
 
 from common.base import distributed
-from common.planning import layouts
+from common.loop import similar
 from common.tasks import embedder
 
 parity = partial(pytest.param, marks=pytest.mark.parity)
@@ -140,7 +140,7 @@ def test_every_metric_is_explained_and_none_is_missing(halved):
     ("grpo", dict(dual_clip=3, loss="cispo"), "dual_clip = 3.0: the loss 'cispo'"),
     ("grpo", dict(kl_coef=0, reference_refresh=2), "reference_refresh = 2: there is no reference while kl_coef is 0"),
     ("grpo", dict(overlong_cache=9, max_new_tokens=8), "overlong_cache = 9: must be at most max_new_tokens = 8"),
-    ("grpo", dict(epochs=2), "unknown option --epochs; did you mean --epochs?"),
+    ("grpo", dict(grpo_epochs=2), "unknown option --grpo_epochs"),
     ("similarity_grpo", dict(similarity_threshold="high"), "similarity_threshold = 'high': must be a cosine"),
     ("similarity_grpo", dict(similarity_method="within", advantage_scale="batch"), "advantage_scale = 'batch'"),
 ], ids=str)  # fmt: skip
@@ -185,12 +185,11 @@ def test_what_follows_the_run_survives_a_stop(launcher, tmp_path, script, option
 
 
 def test_only_the_final_answer_is_compared_when_asked():
-    module, _ = layouts.load(SCRIPTS["similarity_grpo"])
     texts = [f"{i} words, then #### 7" for i in range(4)]
     scoring = SimpleNamespace(result=lambda: SimpleNamespace(completions=texts))
     for text, expected in (("response", texts), ("answer", ["7"] * 4)):
         cfg = SimpleNamespace(similarity_text=text, group_size=2)
-        assert module.embed_responses(scoring, lambda *given: given, cfg) == (expected, 2)
+        assert similar.embed_responses(scoring, lambda *given: given, cfg) == (expected, 2)
 
 
 def test_a_model_that_cannot_be_had_is_an_error_before_anything_is_loaded(launcher, tmp_path):

@@ -148,6 +148,12 @@ def test_a_misspelt_guard_stops_the_run_after_its_first_step(launcher, tmp_path)
 @pytest.mark.parametrize("script", [*SCRIPTS, "poster_grpo"])
 def test_every_script_has_guards_and_obeys_them(script):
     text = SCRIPTS.get(script, ROOT / "grpo" / "poster" / f"{script}.py").read_text()
-    calls = ("guards.Watch(GUARDS, cfg, log, start)", "watch.see(", "or collapsed", "log.close()", "watch.leave()")
+    calls = (
+        "\nGUARDS = ",
+        "Run(cfg, gpus, GUARDS, TIMEOUT_MINUTES)",
+        "run.interruptible()",
+        "run.end_step(step",
+        "run.stop_asked()",
+    )
     places = [text.find(call) for call in calls]
     assert -1 not in places and places == sorted(places)

@@ -10,6 +10,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from test_rewards import save_reward_model
 from common.base import distributed
 from common.distill import distillation
 from common.generation import batches
+from common.loop import Counts
+from common.loop.student import Student
 from common.model import logprobs, lora, models, reward_models
 from common.training import optim
 
@@ -54,9 +57,12 @@ class Trainer:
 
     def step(self, minibatch: list[batches.RolloutBatch], edit=lambda loss: loss) -> None:
         for micro in minibatch:
-            loss, _ = functions_of("gspo")["gspo_loss"](self.policy, micro, CFG, len(micro))
+            loss, _ = functions_of("gspo")["gspo_loss"](self.forward, micro, CFG, Counts(len(micro), micro.num_tokens))
             self.optimizer.scale(edit(loss)).backward()
         self.optimizer.step(1.0)
+
+    def forward(self, micro: batches.RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.policy(*micro.tokens)
 
     def state(self) -> dict[str, torch.Tensor]:
         weights = {f"weight/{name}": p for name, p in self.model.named_parameters()}
@@ -126,9 +132,11 @@ def test_what_a_teacher_said_cannot_move_a_weight_if_it_is_not_finite(field, los
     script, model = functions_of("gkd"), build_model("qwen2").train()
     cfg = SimpleNamespace(loss=loss, aggregation="token_mean")
     head = distillation.Head(build_model("teacher")) if field == "states" else None
-    student = logprobs.LogProbs(model, 1.0)
+    student = object.__new__(Student)
+    student.wrapped = [logprobs.LogProbs(model, 1.0)]
     if loss != "opd":
-        student = distillation.Divergences(model, 1.0, False, script["BETA"].get(loss, 0.5), 64, head)
+        beta = script["Config"](loss=loss).beta_in_force
+        student.wrapped = [distillation.Divergences(model, 1.0, False, beta, 64, head)]
     optimizer = optim.AdamW(model, 1e-3)
     for bad, (micro,) in zip((False, True), minibatches(), strict=False):
         shape = micro.completion_ids.shape
@@ -141,7 +149,7 @@ def test_what_a_teacher_said_cannot_move_a_weight_if_it_is_not_finite(field, los
             optimizer.check()
             before = [p.detach().clone() for p in model.parameters()]
             getattr(micro.teacher, field)[0, 2] = value
-        share, _ = script["gkd_loss"](student, micro, cfg, 2, int(micro.num_tokens))
+        share, _ = script["gkd_loss"](student, micro, cfg, Counts(2, micro.num_tokens))
         optimizer.scale(share).backward()
         optimizer.step(1.0)
     assert all(map(torch.equal, before, model.parameters()))
@@ -280,7 +288,7 @@ POSTER = ROOT / "grpo" / "poster"
                                     pytest.param("poster_grpo", marks=pytest.mark.poster)])  # fmt: skip
 def test_every_option_that_is_a_number_is_checked(script):
     settings = runpy.run_path(str(SCRIPTS.get(script, POSTER / f"{script}.py")))["Config"]
-    kinds = settings.__annotations__
+    kinds = get_type_hints(settings)
     assert {name for name, kind in kinds.items() if kind is float} > FLOATS
     for name, kind in kinds.items():
         for value in {float: (NAN, INF, -INF), int: (-1, 2**31)}.get(kind, ()):

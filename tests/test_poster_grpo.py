@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "scripts" / "dev"))
 import random_vlm
 
 from common.base.distributed import OUTAGE_EXIT_CODE
+from common.loop import Counts
 from common.model import images, models
 from grpo.poster import poster_grpo, synthetic, toys
 
@@ -134,13 +135,13 @@ def test_the_loss_is_that_of_the_other_scripts(loss):
     other = importlib.import_module(f"{name}.{name}")
     results = []
     for function, config, counts in (
-        (poster_grpo.poster_loss, poster_grpo.Config(loss=loss, **shared), (11, 40)),
-        (getattr(other, f"{name}_loss"), other.Config(**shared, **more), (11,) if loss == "gspo" else (11, 40)),
+        (poster_grpo.poster_loss, poster_grpo.Config(loss=loss, **shared), Counts(11, 40)),
+        (getattr(other, f"{name}_loss"), other.Config(**shared, **more), Counts(11, 40)),
     ):
         logps = now.clone().requires_grad_()
-        value, stats = function(lambda *_, logps=logps: (logps, logps.detach().abs()), batch, config, *counts)
+        value, stats = function(lambda *_, logps=logps: (logps, logps.detach().abs()), batch, config, counts)
         value.backward()
-        results.append((value, logps.grad, stats["clip_fraction"], stats["kl_ref"]))
+        results.append((value, logps.grad, stats.means["clip_fraction"], stats.means["kl_ref"]))
     # of a sequence's ratio gspo reports means over sequences
     for own, theirs in list(zip(*results, strict=True))[: 3 if loss == "gspo" else 4]:
         torch.testing.assert_close(own, theirs)
@@ -163,14 +164,14 @@ def test_prompts_that_do_not_fit_are_dropped_with_their_images(policies, rows, c
 
     def load(**options):
         cfg = poster_grpo.Config(train_data=rows, **options)
-        return poster_grpo.load_examples(rows, "train", processor.tokenizer, processor, cfg)
+        return poster_grpo.load_examples(cfg, rows, "train", processor.tokenizer, processor)
 
     everything = load()
     assert len(everything) == 12 and not capsys.readouterr().out
     counts = [example.prompt_ids.count(processor.image_token_id) for example in everything]
     assert counts[:3] == [counts[0], 2 * counts[0], 0] and counts[0] >= 4
     assert [example.index % 3 for example in load(max_images=1)] == [0, 2] * 4
-    assert "dropped 4 of 12 prompts: too long, or of more images" in capsys.readouterr().out
+    assert "dropped 4 of 12 prompts: too long, or too many images" in capsys.readouterr().out
     limit = sorted(len(example.prompt_ids) for example in everything)[5]
     assert max(len(example.prompt_ids) for example in load(max_prompt_tokens=limit)) == limit
     with pytest.raises(ValueError, match=r"no prompt of .* fits; the shortest has \d+ tokens"):

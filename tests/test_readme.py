@@ -1,5 +1,6 @@
 """Every command in the documentation is run, for two steps on the built-in policy, or named here with the reason."""
 
+import ast
 import json
 import os
 import re
@@ -13,7 +14,6 @@ import pytest
 import torch
 from conftest import ROOT, SCRIPTS, Command, Run, fork_script
 from PIL import Image
-from test_copies import fields
 from test_teacher_server import free_port, wait_for
 from torch.distributed import run as torchrun
 from transformers import Qwen2Config
@@ -133,8 +133,17 @@ def quickstart_run(tmp_path_factory, environment) -> Path:
 
 
 def options_of(path: Path) -> dict[str, str]:
-    """Defaults by name."""
-    return dict(re.match(r"(\w+): \w+ = (.*)", field).groups() for field in fields(path))
+    """Defaults of a script's options by name, inherited ones included."""
+    classes = {}
+    for file in (ROOT / "common" / "loop" / "settings.py", path):
+        classes |= {node.name: node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)}
+
+    def fields(name: str) -> dict[str, str]:
+        bases = [found for base in classes[name].bases for found in fields(base.id).items()] if name in classes else []
+        own = [node for node in classes[name].body if isinstance(node, ast.AnnAssign)] if name in classes else []
+        return dict(bases) | {node.target.id: ast.unparse(node.value) for node in own}
+
+    return fields("Config")
 
 
 def test_commands_that_are_not_run_have_options_of_their_scripts():

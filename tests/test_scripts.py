@@ -166,7 +166,9 @@ def test_sampling_and_scoring_are_done_as_asked_and_said(launcher, tmp_path, scr
     run = launcher.run(script, tmp_path, ranks, **options).succeeded()
     said = [line for line in run.output.splitlines() if line.startswith("rollout: ")]
     assert said == ["rollout: PyTorch's attention over a static cache (cpu, float32: no flash kernel)"]
-    expected = sorted({**SAMPLING, "max_new_tokens": 8, "compile": False, "end_ids": [3], "pad_id": 0}.items())
+    expected = sorted(
+        {**SAMPLING, "max_new_tokens": 8, "compile": False, "end_ids": [3], "pad_id": 0, "suppressed_ids": ()}.items()
+    )
     assert run.output.count(f"sampler {expected}") == ranks
     # rewards are computed in a thread while the log-probabilities are
     for rank in range(ranks):

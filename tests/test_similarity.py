@@ -9,6 +9,7 @@ import torch
 from bounds import assert_rounded, rounding
 from conftest import SCRIPTS, load_script
 
+from common.loop import similar
 from common.maths.advantages import group_advantages
 from common.tasks import similarity
 from common.tasks.embedder import Embedder
@@ -337,15 +338,17 @@ def test_groups_with_nothing_to_compare_have_advantage_zero(method):
         vectors = NGRAMS(texts, len(texts))
         for tau in ("auto", "1", "0", "-1"):
             cfg = script.Config(similarity_method=method, similarity_threshold=tau)
-            found, stats = script.similarity_advantages(row(*values), vectors, Threshold(tau), cfg)
+            clusters = similar.cluster(cfg, row(*values), vectors, Threshold(tau))
+            found = script.similarity_advantages(*clusters, cfg)
             assert torch.equal(found, torch.zeros(1, len(texts))), (tau, texts, values)
-            assert not math.isnan(stats["clusters"])
+            assert not math.isnan(similarity.cluster_stats(*clusters[1:])["clusters"])
 
 
 def test_empty_responses_are_groups_of_their_own_and_never_nan():
     vectors = NGRAMS(["", " \n", "a", "a", "\U0001f389", "\U0001f389", "\u200b", "b"], 8)
     cfg = script.Config(similarity_threshold="0.9")
-    found, stats = script.similarity_advantages(torch.ones(1, 8), vectors, Threshold(0.9), cfg)
+    clusters = similar.cluster(cfg, torch.ones(1, 8), vectors, Threshold(0.9))
+    found, stats = script.similarity_advantages(*clusters, cfg), similarity.cluster_stats(*clusters[1:])
     pair = 2**-0.5  # the two "a" and the two of the emoji; all others are alone
     shaped = row(1.0, 1.0, pair, pair, pair, pair, 1.0, 1.0)
     torch.testing.assert_close(found, group_advantages(shaped, "batch"))

@@ -93,9 +93,9 @@ class Config(RewardSettings):
     def __post_init__(self):
         rules.check_rl(self)  # what holds for all scripts
         checks.at_least(self, 1, "max_images")
-        checks.require(self.loss != "gspo" or max(self.clip_range) < 0.1,
-                       f"epsilon_low = {self.epsilon_low}, epsilon_high = {self.epsilon_high} with the loss 'gspo'",
-                       "the ratio of a sequence stays near 1, so nothing clips", "set them to 3e-3, 4e-3")  # fmt: skip
+        given = f"epsilon_low = {self.epsilon_low}, epsilon_high = {self.epsilon_high} with the loss 'gspo'"
+        checks.require(self.loss != "gspo" or max(self.clip_range) < 0.1, given, "the ratio of a sequence stays near 1, "
+                       "so nothing would clip", "set them to 3e-3 and 4e-3")  # fmt: skip
 
 
 REWARDS = ()  # (function, weight): more, added to the score of the poster; such as (rewards.length_reward(300), 0.1)

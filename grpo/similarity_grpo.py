@@ -377,7 +377,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
     log = metrics.Log(cfg.out_dir, start, cfg.steps, list(dict.fromkeys([*gpus.all, *embed.devices])))
     watch = guards.Watch(GUARDS, cfg, log, start)
     budget = budgets.Budget(cfg.micro_batch_tokens, str(planned), redo=not sharded, release=sampler.release)
-    done, position, batch, unscored = start, prompts.position, None, checkpoint.unscored(resumed, home, cfg)
+    done, position, batch, unscored = start, prompts.position, None, checkpoint.pending_rollout(resumed, home, cfg)
 
     def save(rollout=None):
         notes = {"data": prompts.fingerprint, "reward_service": judge.fingerprint if cfg.reward_url else None}

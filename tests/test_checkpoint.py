@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from common.generation.batches import RolloutBatch
 from common.model import models
-from common.run import checkpoint
+from common.run import checkpoint, interrupts
 from common.training import optim
 
 CPU = torch.device("cpu")
@@ -410,7 +410,7 @@ def test_the_batch_of_a_failed_step_is_kept_where_it_can_be(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_is_noted_and_a_later_one_stops(number, monkeypatch, capfd):
     now = [100.0]
-    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(interrupts.time, "monotonic", lambda: now[0])
     before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
     with pytest.raises(KeyboardInterrupt), checkpoint.stop_on_signal() as stop:
         assert not stop

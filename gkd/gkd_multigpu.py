@@ -240,7 +240,7 @@ def judge(student, batch, teacher, cfg):
     """Micro-batches of a batch, each with what `gkd_loss` reports of it."""
     (micros,) = batch.minibatches(1, cfg.micro_batch_tokens, student.packed)
     teacher.fill(micros, cfg.micro_batch_tokens)
-    yield from memory.each(micros, lambda micro: gkd_loss(student, micro, cfg, 1, 1)[1])
+    yield from memory.map_with_halving(micros, lambda micro: gkd_loss(student, micro, cfg, 1, 1)[1])
 
 
 def main(cfg: Config, rewards=REWARDS) -> None:

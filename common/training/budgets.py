@@ -6,7 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from common.base.memory import REMEDIES, HopelessError, free, noticed, say
+from common.base.memory import (
+    REMEDIES,
+    FatalOutOfMemoryError,
+    catch_out_of_memory,
+    empty_cache,
+    print_with_rank,
+)
 
 
 class Budget:
@@ -47,7 +53,7 @@ class Budget:
             A micro-batch; what is done with it stands in a `room`.
 
         Raises:
-            HopelessError: a single sequence does not fit.
+            FatalOutOfMemoryError: a single sequence does not fit.
         """
         params = [*optimizer.params, *(p for replica in replicas for p in replica.parameters())]
         mark, fresh = log.mark(), all(micro.old_logps is None for micro in minibatch)
@@ -72,23 +78,23 @@ class Budget:
             log.back(mark)
             if self.release:
                 self.release()
-            free()
+            empty_cache()
 
     @contextmanager
     def room(self) -> Iterator[None]:
         """Notes that memory ran out in the block, for `passes` to act on; every other error goes on.
 
         Raises:
-            HopelessError: memory ran out, and nothing can be done again.
+            FatalOutOfMemoryError: memory ran out, and nothing can be done again.
         """
-        with noticed() as said:
+        with catch_out_of_memory() as caught:
             yield
-        if said:
-            self._failure = said[0]
+        if caught.message:
+            self._failure = caught.message
             if not self.redo:
-                raise HopelessError(f"with micro-batches of {self.tokens} tokens ({self._failure})",
-                                    f"set micro_batch_tokens to {max(1, self.tokens // 2)}; or {REMEDIES}",
-                                    self.plan)  # fmt: skip
+                what = f"with micro-batches of {self.tokens} tokens ({self._failure})"
+                remedy = f"set micro_batch_tokens to {max(1, self.tokens // 2)}; or {REMEDIES}"
+                raise FatalOutOfMemoryError(what, remedy, self.plan)
 
     def _cut(self, micro: Any) -> list[Any]:
         """A micro-batch in halves, and those in halves, until they are small enough or single sequences."""
@@ -102,10 +108,10 @@ class Budget:
         if len(micro) > 1:
             size = min(self.tokens, micro.size)
             self.tokens = size // 2
-            say(f"out of memory with micro-batches of {size} tokens: now {self.tokens}; set micro_batch_tokens to "
-                f"{self.tokens} to begin with that")  # fmt: skip
+            print_with_rank(f"out of memory with micro-batches of {size} tokens: now {self.tokens}; set "
+                            f"micro_batch_tokens to {self.tokens} to begin with that")  # fmt: skip
         elif self._alone:
             what = f"a single sequence of {micro.size} tokens does not fit ({failure})"
-            raise HopelessError(what, REMEDIES, self.plan)
+            raise FatalOutOfMemoryError(what, REMEDIES, self.plan)
         else:
             self._alone = True

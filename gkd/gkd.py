@@ -288,7 +288,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
     watch = guards.Watch(GUARDS, cfg, log, start)
     budget = budgets.Budget(cfg.micro_batch_tokens, str(planned), release=sampler.release)
-    student_memory = offload.Offload(model)
+    student_memory = offload.Offloader(model)
     if cfg.param_offload:
         teacher.offload()
     done, position = start, prompts.position
@@ -335,14 +335,14 @@ def main(cfg: Config, rewards=REWARDS) -> None:
             if cfg.param_offload:
                 with log.time("offload"):
                     sampler.release()
-                    log.add(offloaded_gib_student=student_memory.off())
+                    log.add(offloaded_gib_student=student_memory.offload())
                     teacher.onload()
             with log.time("teacher"):
                 teacher.fill(micros, budget.tokens)
             if cfg.param_offload:
                 with log.time("offload"):
                     log.add(offloaded_gib_teacher=teacher.offload())
-                    student_memory.on()
+                    student_memory.onload()
             with log.time("score"):
                 completions, rewards_B = scoring.result()
             log.add_batch(batch)

@@ -249,7 +249,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
     gpus = devices.distillation_layout_of_rank(TEACHER_GPU_ID, cfg.device)
     home = gpus.student[0]
     rank, num_ranks = distributed.start(home, TIMEOUT_MINUTES)
-    sharded = sharding.wanted(cfg)
+    sharded = sharding.enabled(cfg)
     require(cfg.batch_size % num_ranks == 0, f"batch_size = {cfg.batch_size}", f"must be a multiple of the {num_ranks} "
             "ranks", f"{num_ranks * max(1, cfg.batch_size // num_ranks)} would do")  # fmt: skip
     rows = cfg.batch_size * (1 if cfg.off_policy else cfg.group_size) // num_ranks
@@ -307,7 +307,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
         teacher_answers = offpolicy.TeacherAnswers(cfg.seq_kd_cache or cfg.out_dir, teacher, recipe)
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
     watch = guards.Watch(GUARDS, cfg, log, start)
-    student_memory = offload.Offload(model)
+    student_memory = offload.Offloader(model)
     if cfg.param_offload:
         teacher.offload()
     budget = budgets.Budget(cfg.micro_batch_tokens, str(planned), redo=not sharded, release=sampler.release)
@@ -350,7 +350,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
             batch.drop(batch.truncated & (cfg.truncated == "mask"))
             minibatches = batch.minibatches(cfg.num_minibatches, budget.tokens, student.packed, in_turn=False)
             if sharded:
-                sharding.even(minibatches)
+                sharding.pad_micro_batches(minibatches)
             micros = list(chain(*minibatches))
             if cfg.loss == "opd":
                 with log.time("logprobs"), distributed.together("logprobs", sharded):
@@ -359,14 +359,14 @@ def main(cfg: Config, rewards=REWARDS) -> None:
             if cfg.param_offload:
                 with log.time("offload"):
                     sampler.release()
-                    log.add(offloaded_gib_student=student_memory.off())
+                    log.add(offloaded_gib_student=student_memory.offload())
                     teacher.onload()
             with log.time("teacher"), distributed.together("teacher"):
                 teacher.fill(micros, budget.tokens)
             if cfg.param_offload:
                 with log.time("offload"):
                     log.add(offloaded_gib_teacher=teacher.offload())
-                    student_memory.on()
+                    student_memory.onload()
             with log.time("score"), distributed.together("score"):
                 completions, rewards_B = scoring.result()
             log.add_batch(batch)

@@ -300,7 +300,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
         teacher_answers = offpolicy.TeacherAnswers(cfg.seq_kd_cache or cfg.out_dir, teacher, recipe)
     log = metrics.Log(cfg.out_dir, start, cfg.steps, gpus.all)
     watch = guards.Watch(GUARDS, cfg, log, start)
-    student_memory = [offload.Offload(replica) for replica in trained]
+    student_memory = [offload.Offloader(replica) for replica in trained]
     if cfg.param_offload:
         teacher.offload()
     done, position = start, prompts.position
@@ -363,7 +363,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
                 with log.time("offload"):
                     if not gpus.rollout:  # copies on GPUs of their own keep their cache, and may be at work
                         sampler.release()
-                    log.add(offloaded_gib_student=sum(part.off() for part in student_memory))
+                    log.add(offloaded_gib_student=sum(part.offload() for part in student_memory))
                     teacher.onload()
             with log.time("teacher"):
                 teacher.fill(micros, budget.tokens)
@@ -371,7 +371,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
                 with log.time("offload"):
                     log.add(offloaded_gib_teacher=teacher.offload())
                     for part in student_memory:
-                        part.on()
+                        part.onload()
             with log.time("score"):
                 completions, rewards_B = scoring.result()
             log.add_batch(batch)

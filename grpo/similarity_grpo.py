@@ -315,7 +315,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
     gpus = devices.layout_of_rank(REFERENCE_GPU_ID, REWARD_GPU_ID, cfg.device)
     home = gpus.policy[0]
     rank, num_ranks = distributed.start(home, TIMEOUT_MINUTES)
-    sharded = sharding.wanted(cfg)
+    sharded = sharding.enabled(cfg)
     require(cfg.batch_size % num_ranks == 0, f"batch_size = {cfg.batch_size}", f"must be a multiple of the {num_ranks} "
             "ranks", f"{num_ranks * max(1, cfg.batch_size // num_ranks)} would do")  # fmt: skip
     rows = cfg.batch_size * cfg.group_size // num_ranks
@@ -415,7 +415,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
                 wait([embedding])
             minibatches = batch.minibatches(cfg.num_minibatches, budget.tokens, policy.packed)
             if sharded:
-                sharding.even(minibatches)
+                sharding.pad_micro_batches(minibatches)
             micros = list(chain(*minibatches))
             with log.time("logprobs"), distributed.together("logprobs", sharded):
                 # the first minibatch finds its old log-probs in its own forward pass

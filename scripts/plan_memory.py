@@ -103,7 +103,7 @@ def startable(module: Any, cfg: Any, ranks: int) -> None:
         require(rows >= cfg.num_minibatches, f"num_minibatches = {cfg.num_minibatches}",
                 f"must be at most the {rows} completions of a rank", "lower it, or raise batch_size")  # fmt: skip
     with contextlib.redirect_stdout(io.StringIO()):  # it knows of one process
-        sharding.wanted(cfg)
+        sharding.enabled(cfg)
 
 
 def sizes(given: list[float], planned: plan.Plan, cfg: object) -> dict[int, float]:

@@ -83,7 +83,7 @@ class Plan:
         """
         with contextlib.redirect_stdout(io.StringIO()):  # warnings have been printed once
             cfg = dataclasses.replace(self.cfg, **changes)
-            sharding.wanted(cfg)
+            sharding.enabled(cfg)
         return dataclasses.replace(of(cfg, **self.given), capacity=self.capacity, host_capacity=self.host_capacity)
 
     def peak(self, number: int) -> int:

@@ -139,7 +139,7 @@ def create_app(rewards: Rewards) -> Callable:
 async def _body(request: Request, seconds: float) -> bytes:
     try:
         async with asyncio.timeout(seconds):
-            body = await serving.whole(request.stream(), MAX_BODY)
+            body = await serving.read_body(request.stream(), MAX_BODY)
     except ClientDisconnect as error:
         raise Refused("bad_json", "the body has no end") from error
     except TimeoutError as error:

@@ -125,7 +125,7 @@ def _item(value: Any, name: str) -> Item:
     given = {key: x for key, x in extra.items() if key != "images"}
     rest = json.dumps(given)
     _require(len(rest) <= MAX_EXTRA, f"extra_info of {name}", f"{len(rest)} characters", f"at most {MAX_EXTRA}")
-    depth, where = _depth(given), layout.not_finite(given, "extra_info")
+    depth, where = _depth(given), layout.find_not_finite(given, "extra_info")
     _require(depth <= MAX_DEPTH, f"extra_info of {name}", f"{depth} levels", f"at most {MAX_DEPTH}")
     _require(not where, f"{where} of {name}", "NaN or infinite", "must be a JSON number")
     return Item(number, solution, truth if isinstance(truth, str) else json.dumps(truth), rest, images)

@@ -52,7 +52,7 @@ def read(source: str, split: str = "train") -> list[dict[str, Any]]:
         )
     rows = data.read_rows(source, split)
     checked = [_checked(row, f"{source}, row {i}", str(i), folder) for i, row in enumerate(rows)]
-    beyond = [i for i, (_, poster) in enumerate(checked) if layout.reaches_out(poster.layers)]
+    beyond = [i for i, (_, poster) in enumerate(checked) if layout.mostly_beyond_canvas(poster.layers)]
     if 2 * len(beyond) > len(rows):
         print_main(
             f"warning: {source}: in {len(beyond)} of {len(rows)} records, such as row {beyond[0]}, most boxes reach "

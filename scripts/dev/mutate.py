@@ -142,7 +142,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
     # posters
     ("layers-cut", "swap", "layout.py", "min(MAX_LAYERS, 4 * len(truth.layers) + 8)",
      "max(MAX_LAYERS, 4 * len(truth.layers) + 8)", "poster_layout"),
-    ("layers-for-free", "mask", "reward.py", "total = emitted + len(truth)", "total = len(seen) + len(truth)",
+    ("layers-for-free", "mask", "reward.py", "total = emitted + len(truth)", "total = len(visible) + len(truth)",
      "poster_reward"),
     ("classes", "swap", "convert.py", '"pku": {1: "text", 2: "logo",', '"pku": {1: "logo", 2: "text",', "poster_data"),
     ("path-leads-out", "check", "records.py", "path.is_relative_to(root) and path.is_file()", "path.is_file()",

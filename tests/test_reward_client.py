@@ -307,7 +307,7 @@ def test_an_unscored_rollout_comes_back_as_it_was_if_it_is_still_wanted(tmp_path
 
     (tmp_path / "state.json").write_text(json.dumps({"num_ranks": 1, "config": OPTIONS}))
     assert unscored(None) is None and unscored(tmp_path) is None
-    named = {f"rank0/{name}": value for name, value in checkpoint.batch_tensors(batch).items()}
+    named = {f"rank0/{name}": value for name, value in checkpoint.files.batch_tensors(batch).items()}
     checkpoint.save_file(named, tmp_path / "rollout.safetensors")
     for back in (unscored(tmp_path), unscored(tmp_path, steps=9, reward_url="http://127.0.0.1:2")):
         for name, value in vars(batch).items():

@@ -19,25 +19,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.base import config, distributed, storage
 from common.generation.batches import RolloutBatch
 from common.model import lora
+from common.run import checkpoint_files as files
 from common.run import random_state
-from common.run.checkpoint_files import (
-    OPTIMIZER,
-    REFERENCE,
-    RNG,
-    ROLLOUT,
-    batch_tensors,
-    complete,
-    damage,
-    is_complete,
-    newest,
-    read_state,
-    step_of,
-    write_state,
-)
+from common.run.checkpoint_files import is_complete, newest
 from common.run.interrupts import keep_batch, save_on_outage, stop_on_signal
 from common.training.optim import AdamW
 
-# for the scripts
 __all__ = ["find", "is_complete", "keep_batch", "load", "newest", "notes", "pending_rollout", "reference", "save",
            "save_on_outage", "stop_on_signal"]  # fmt: skip
 WRITING = ".writing-"  # prefix of folders that the next save deletes: half written, or about to be deleted
@@ -89,7 +76,7 @@ def _choose(out_dir: str, resume: str) -> Path | None:
         if newest(out_dir) or (Path(out_dir) / "metrics.jsonl").exists():
             raise ValueError(f"out_dir = {out_dir!r} already holds a run: give another out_dir, or resume = 'auto'")
         return None
-    if found := damage(Path(resume)):
+    if found := files.damage(Path(resume)):
         raise ValueError(
             f"resume = {resume!r}: not a complete checkpoint, {found}; give a folder checkpoint-NNNNNN with all its "
             "files, 'auto', or 'none'"
@@ -109,10 +96,10 @@ def _newest_undamaged(out_dir: str) -> Path | None:
         if not final.exists() and is_complete(aside):
             os.rename(aside, final)
             print(f"{final} was about to be replaced when a run ended: it is back in its place")
-    folders = [folder for folder in Path(out_dir).glob("checkpoint-*") if folder.is_dir() and step_of(folder) >= 0]
-    folders.sort(key=step_of, reverse=True)
+    folders = [path for path in Path(out_dir).glob("checkpoint-*") if path.is_dir() and files.step_of(path) >= 0]
+    folders.sort(key=files.step_of, reverse=True)
     for folder in folders:
-        found = damage(folder)
+        found = files.damage(folder)
         if not found:
             return folder
         print(f"warning: {folder} is passed over: {found}", file=sys.stderr, flush=True)
@@ -157,13 +144,13 @@ def save(
     """
     optimizer_state = optimizer.state_dict()  # a collective, if it is sharded
     rng_by_rank = distributed.gather_objects(random_state.capture())
-    rollout_by_rank = distributed.gather_objects(batch_tensors(rollout) if rollout is not None else None)
+    rollout_by_rank = distributed.gather_objects(files.batch_tensors(rollout) if rollout is not None else None)
     with distributed.together("save"):
         if distributed.rank() != 0:
             return
-        tensors = {OPTIMIZER: optimizer_state, RNG: _prefixed(rng_by_rank)}
+        tensors = {files.OPTIMIZER: optimizer_state, files.RNG: _prefixed(rng_by_rank)}
         if all(rollout_by_rank):  # those of some ranks alone are useless
-            tensors[ROLLOUT] = _prefixed(rollout_by_rank)
+            tensors[files.ROLLOUT] = _prefixed(rollout_by_rank)
         state = {"step": step, "position": position, "num_ranks": len(rng_by_rank), "files": {}, "notes": notes or {},
                  "config": dataclasses.asdict(cfg)}  # fmt: skip
         final = Path(out_dir) / f"checkpoint-{step:06d}"
@@ -201,11 +188,11 @@ def _write(
     lora.save(model, folder)
     tokenizer.save_pretrained(folder)
     if reference is not None:
-        reference.save_pretrained(folder / REFERENCE)
+        reference.save_pretrained(folder / files.REFERENCE)
     for name, values in tensors.items():
         save_file({key: value.detach().cpu().contiguous() for key, value in values.items()}, folder / name)
     written = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    write_state(folder, {**state, "files": storage.checksums(folder, written)})
+    files.write_state(folder, {**state, "files": storage.checksums(folder, written)})
     for path in [*folder.rglob("*"), folder]:
         storage.sync(path)
 
@@ -221,7 +208,7 @@ def _publish(folder: Path, final: Path) -> None:
 
 def _mark_abandoned(out_dir: str, step: int) -> None:
     """Renames later checkpoints: the run went back to an older one, and "auto" must not return to the old branch."""
-    for later in [folder for folder in complete(out_dir) if step_of(folder) > step]:
+    for later in [folder for folder in files.complete(out_dir) if files.step_of(folder) > step]:
         abandoned = later.with_name(f"abandoned-{later.name}")
         if os.path.lexists(abandoned):
             storage.remove(abandoned)
@@ -231,7 +218,7 @@ def _mark_abandoned(out_dir: str, step: int) -> None:
 
 def _prune(out_dir: str, keep: int) -> None:
     """Deletes all but the newest checkpoints."""
-    for old in complete(out_dir)[:-keep]:
+    for old in files.complete(out_dir)[:-keep]:
         storage.remove(_move_aside(old))
 
 
@@ -265,7 +252,7 @@ def reference(folder: Path | None, cfg: Any) -> str:
         The reference saved in the checkpoint if `reference_refresh` is on, else `policy_model`: a run that saves no
         reference must not resume with one, or it would have another after the next resume.
     """
-    saved = Path(folder or "") / REFERENCE
+    saved = Path(folder or "") / files.REFERENCE
     return str(saved) if folder and cfg.reference_refresh and saved.is_dir() else cfg.policy_model
 
 
@@ -275,7 +262,7 @@ def notes(folder: Path | None) -> dict[str, Any]:
     Args:
         folder: a complete checkpoint, or None.
     """
-    return read_state(folder).get("notes", {}) if folder else {}
+    return files.read_state(folder).get("notes", {}) if folder else {}
 
 
 def pending_rollout(folder: Path | None, device: torch.device, cfg: Any = None) -> RolloutBatch | None:
@@ -290,15 +277,15 @@ def pending_rollout(folder: Path | None, device: torch.device, cfg: Any = None) 
         Those of this rank. None if there are none, or if settings that completions depend on or the number of ranks
         have changed: then they are sampled again.
     """
-    if folder is None or not (folder / ROLLOUT).is_file():
+    if folder is None or not (folder / files.ROLLOUT).is_file():
         return None
-    state = read_state(folder)
+    state = files.read_state(folder)
     lines = config.changed(state["config"], cfg) if cfg is not None else ["cfg"]
     changed = [line for line in lines if line.partition(":")[0] not in NOT_OF_ROLLOUT]
     if changed or state["num_ranks"] != distributed.num_ranks():
         distributed.print_main(f"{folder} holds completions sampled with other settings or ranks: sampled again")
         return None
-    fields = _of_this_rank(folder / ROLLOUT)
+    fields = _of_this_rank(folder / files.ROLLOUT)
     distributed.print_main(f"{folder} holds completions that were not scored: they come first")
     return RolloutBatch(**fields).to(device)
 
@@ -317,14 +304,14 @@ def load(folder: Path, optimizer: AdamW, cfg: Any) -> tuple[int, int]:
     Raises:
         ValueError: the checkpoint is of another model, or its optimizer state does not fit or is not finite.
     """
-    state = read_state(folder)
+    state = files.read_state(folder)
     _require_same_model(state["config"], folder, cfg)
-    optimizer_state = load_file(folder / OPTIMIZER)
+    optimizer_state = load_file(folder / files.OPTIMIZER)
     for name, value in optimizer_state.items():
         ends = torch.stack(torch.aminmax(value)) if value.numel() else torch.zeros(1)  # NaN passes through
         if not ends.double().isfinite().all():
             raise ValueError(
-                f"{folder / OPTIMIZER}: {name} holds {ends[~ends.isfinite()][0]}: must be finite; name an older "
+                f"{folder / files.OPTIMIZER}: {name} holds {ends[~ends.isfinite()][0]}: must be finite; name an older "
                 "checkpoint as resume"
             )
     optimizer.load_state_dict(optimizer_state)
@@ -333,7 +320,7 @@ def load(folder: Path, optimizer: AdamW, cfg: Any) -> tuple[int, int]:
             f"saved by {state['num_ranks']} process(es), resumed by {distributed.num_ranks()}: data order and sampling "
             "go on as before; Python, NumPy and torch generators of new ranks start from the seed"
         )
-    random_state.restore(_of_this_rank(folder / RNG))
+    random_state.restore(_of_this_rank(folder / files.RNG))
     for line in config.changed(state["config"], cfg):
         distributed.print_main(f"changed since the checkpoint: {line}")
     return state["step"], state["position"]

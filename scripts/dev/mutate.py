@@ -120,9 +120,9 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("failure-is-0", "mask", "reward_client.py", "math.nan if result is None else float",
      "0.0 if result is None else float", "reward_client"),
     # a run and what it writes
-    ("one-checkpoint-less", "off by one", "checkpoint.py", "complete(out_dir)[:-keep]",
-     "complete(out_dir)[: 1 - keep]", "checkpoint"),
-    ("rng-lost", "state", "checkpoint.py", "random_state.restore(_of_this_rank(folder / RNG))",
+    ("one-checkpoint-less", "off by one", "checkpoint.py", "files.complete(out_dir)[:-keep]",
+     "files.complete(out_dir)[: 1 - keep]", "checkpoint"),
+    ("rng-lost", "state", "checkpoint.py", "random_state.restore(_of_this_rank(folder / files.RNG))",
      "random_state.capture()", "checkpoint"),
     ("lines-of-last-step", "off by one", "metrics.py", '["step"] <= last_step', '["step"] < last_step', "metrics"),
     ("guard-late", "off by one", "guards.py", "if len(steps) >= self._cfg.collapse_steps}",

@@ -29,7 +29,7 @@ from common.loop import PromptSettings, Run, Sampler, Trainer, load_data, token_
 from common.loop.offloading import Offloading
 from common.loop.student import AnsweredScorer, MixedCompletions, Student, evaluate, load_teacher, require_copies
 from common.maths import losses
-from common.run import checkpoint, rules
+from common.run import interrupts, rules
 from common.tasks import rewards
 from common.training import optim
 
@@ -187,7 +187,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
                 for minibatch in minibatches:
                     if trainer.forward_backward(minibatch, gkd_loss):
                         log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
-                with checkpoint.keep_batch(cfg.out_dir, step, chain(*minibatches)):
+                with interrupts.keep_batch(cfg.out_dir, step, chain(*minibatches)):
                     log.add(overflows=optimizer.check())  # stops at a loss or gradient that is not finite
                 student.sync()
 

@@ -125,7 +125,7 @@ def create_app(teacher: Teacher) -> FastAPI:
         seconds = teacher.cfg.deadline_seconds
         try:
             async with asyncio.timeout(seconds):
-                body = await serving.whole(request.stream(), MAX_BODY)
+                body = await serving.read_body(request.stream(), MAX_BODY)
         except ClientDisconnect as error:
             raise Refused(400, "the body has no end") from error
         except TimeoutError as error:

@@ -27,7 +27,7 @@ from common.base import background, checks, config, devices, distributed
 from common.loop import Policy, Reference, RLSettings, Run, Sampler, Scorer, Trainer, add_overlong_penalty
 from common.loop import assign_advantages, evaluate, fill_logps, group_advantages, load_data, policy_stats, resample
 from common.maths import losses
-from common.run import checkpoint, rules
+from common.run import interrupts, rules
 from common.tasks import rewards
 from common.training import optim
 
@@ -156,7 +156,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
                 for minibatch in minibatches * cfg.epochs:
                     if trainer.forward_backward(minibatch, gspo_loss):
                         log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
-                with checkpoint.keep_batch(cfg.out_dir, step, chain(*minibatches)):
+                with interrupts.keep_batch(cfg.out_dir, step, chain(*minibatches)):
                     log.add(overflows=optimizer.check())  # stops at a loss or gradient that is not finite
                 policy.sync()
                 optimizer.make_room()

@@ -99,7 +99,7 @@ def look(machine: Machine, module: ModuleType | None = None, cfg: Any = None) ->
     """Describes this process.
 
     Args:
-        machine: from `cards.ask`.
+        machine: from `cards.query`.
         module: of the training script, if there is one.
         cfg: its Config.
     """
@@ -110,11 +110,11 @@ def look(machine: Machine, module: ModuleType | None = None, cfg: Any = None) ->
         found = torch.cuda.device_count()
         if 0 < local_rank < found:
             torch.cuda.set_device(local_rank)  # as training does
-        seen = cards.collect(machine)
+        seen = cards.visible(machine)
         current = f"cuda:{torch.cuda.current_device()}" if found else current
     except RuntimeError as error:
         wrong.append(f"{found} GPU(s): CUDA does not start, {error}; see whether nvidia-smi works")
-    wrong.append(cards.hidden(visible, machine, found, torch.version.cuda))
+    wrong.append(cards.why_hidden(visible, machine, found, torch.version.cuda))
     if module is not None:
         try:
             roles = layouts.roles(module, cfg, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), local_rank)
@@ -224,7 +224,7 @@ def probe(processes: Sequence[Process], on_cpu: bool, fast: bool, seconds: float
         said += [results[0][1]] if not wrong else []
     if own.rank == 0 and not on_cpu and len(own.gpus) > 1:
         head = [str(gpu.number) for gpu in own.gpus]
-        rows = [[number, *row] for number, row in zip(head, probes.reach(own.gpus), strict=True)]
+        rows = [[number, *row] for number, row in zip(head, probes.peer_access(own.gpus), strict=True)]
         said.append("direct copies from GPU (row) to GPU (column)\n" + table(("GPU", *head), rows))
     if own.rank == 0 and not on_cpu and fast:
         gpus = [gpu for gpu in own.gpus if gpu.free > 4 * probes.COPIED]
@@ -266,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         meeting = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         with probes.watchdog(args.timeout, f"all ranks must meet at {meeting}; see whether all were started"):
             dist.init_process_group("gloo")
-    machine = cards.ask()
+    machine = cards.query()
     distributed.gather_objects(None)  # a barrier: no rank uses a GPU before all have listed its users
     found = distributed.gather_objects(dataclasses.asdict(look(machine, module, cfg)))
     processes = [Process(**{**own, "gpus": tuple(Card(**gpu) for gpu in own["gpus"])}) for own in found]

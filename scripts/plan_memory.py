@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     here = math.inf if own.gpu_gib else plan.host_bytes()
     host = here if own.cpu_gib is None else own.cpu_gib * GIB
-    planned = planned.within(capacity, host)
+    planned = planned.for_capacity(capacity, host)
     print(planned)
     start = f"torchrun --nproc_per_node={own.ranks}" if own.ranks > 1 else "python"
     return verdict(planned, f"{start} {shlex.join(rest)}")
@@ -91,7 +91,7 @@ def startable(module: Any, cfg: Any, ranks: int) -> None:
         require(rows >= cfg.num_minibatches, f"num_minibatches = {cfg.num_minibatches}",
                 f"must be at most the {rows} completions of a rank", "lower it, or raise batch_size")  # fmt: skip
     with contextlib.redirect_stdout(io.StringIO()):  # its messages assume one process
-        sharding.wanted(cfg)
+        sharding.enabled(cfg)
 
 
 def sizes(given: list[float], planned: plan.Plan, cfg: object) -> dict[int, float]:

@@ -57,7 +57,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i: (9 * GIB, properties[i].total_memory))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.version, "cuda", "13.0")
-        monkeypatch.setattr(cards, "ask", lambda: said)
+        monkeypatch.setattr(cards, "query", lambda: said)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -76,38 +76,38 @@ def test_answers_of_nvidia_smi_are_read(tmp_path, monkeypatch):
     assert (unknown.total, unknown.free) == (0, 0)
     # it is run where there is one
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert cards.ask() == NONE == cards.parse("", "", "")
+    assert cards.query() == NONE == cards.parse("", "", "")
     program, shell = tmp_path / "nvidia-smi", "#!/bin/sh\n"
     answers = f"--query-gpu=*) echo '{GPUS}' ;; --query-compute*) echo '{APPS}' ;; *) echo '{LISTING}' ;;"
     program.write_text(f"{shell}case $1 in {answers} esac")
     program.chmod(0o755)
-    assert cards.ask() == MACHINE
+    assert cards.query() == MACHINE
     program.write_text(shell + "echo 'Failed to initialize NVML:\nDriver/library version mismatch'; exit 18")
-    assert cards.ask() == cards.Machine(error="Failed to initialize NVML: Driver/library version mismatch")
+    assert cards.query() == cards.Machine(error="Failed to initialize NVML: Driver/library version mismatch")
 
 
 def test_gpus_are_matched_whatever_their_order_and_this_process_is_no_other_user(machine, monkeypatch):
     machine([THREE, TWO, seen("????", 0x1B)])
-    last, middle, first = cards.collect(MACHINE)
+    last, middle, first = cards.visible(MACHINE)
     assert (last.number, last.physical, last.uuid, last.free) == (0, "2", "GPU-bbcc3333", 80 * GIB)
     assert (middle.physical, middle.free) == ("1", 40 * GIB)
     assert middle.users == ("pid 811 python3 39.0 GiB", "pid 812 [Not Found]")
     assert (first.physical, first.uuid, first.free) == ("0", "GPU-aaaa1111", 80000 * 2**20)  # by its PCI address
     monkeypatch.setattr(cards.os, "getpid", lambda: 811)
-    assert cards.collect(MACHINE)[1].users == ("pid 812 [Not Found]",)
+    assert cards.visible(MACHINE)[1].users == ("pid 812 [Not Found]",)
 
 
 def test_memory_is_asked_of_cuda_only_without_nvidia_smi_and_for_a_mig_slice(machine, monkeypatch):
     machine([seen("eeee5555", 0x3D, total=20)])
-    [card] = cards.collect(MACHINE)
+    [card] = cards.visible(MACHINE)
     assert (card.physical, card.uuid) == ("2 MIG 2g.20gb", "MIG-eeee5555")
     assert (card.total, card.free) == (20 * GIB, 9 * GIB)
     machine([ONE])
-    [card] = cards.collect(NONE)
+    [card] = cards.visible(NONE)
     assert (card.physical, card.uuid, card.bus) == ("?", "GPU-aaaa1111", "00000000:1B:00.0")
     assert (card.total, card.free, card.users) == (80 * GIB, 9 * GIB, ())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: pytest.fail("takes memory of the GPU"))
-    [card] = cards.collect(cards.parse(GPUS.replace("80000", "0"), "", ""))  # which is full
+    [card] = cards.visible(cards.parse(GPUS.replace("80000", "0"), "", ""))  # which is full
     assert (card.free, card.total) == (0, 80 * GIB)
 
 
@@ -128,9 +128,9 @@ def test_what_cuda_makes_of_the_variable(visible, shown, wrong):
     (None, 0, None, "built without CUDA"), (None, 0, "13.0", "torch sees none of 3 GPU(s): must be one for CUDA 13.0"),
 ])  # fmt: skip
 def test_why_gpus_are_not_seen(visible, found, built, said):
-    message = cards.hidden(visible, MACHINE, found, built)
+    message = cards.why_hidden(visible, MACHINE, found, built)
     assert said in message and bool(message) == bool(said)
-    assert cards.hidden(visible, NONE, 0, built) == ""  # a machine without GPUs is no mistake
+    assert cards.why_hidden(visible, NONE, 0, built) == ""  # a machine without GPUs is no mistake
 
 
 def rows(printed, head):
@@ -293,7 +293,7 @@ def test_two_ranks_report_once_and_agree(launcher, tmp_path, script, code):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
 def test_copies_have_a_speed():
-    gpus = cards.collect(cards.ask())
+    gpus = cards.visible(cards.query())
     for i, row in enumerate(probes.bandwidth(gpus)):
         assert all(float(cell) > 0.1 for place, cell in enumerate(row) if place != i + 2) and row[i + 2] == ""
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from common.generation.batches import RolloutBatch
 from common.model import models
-from common.run import checkpoint
+from common.run import checkpoint, interrupts
 from common.training import optim
 
 CPU = torch.device("cpu")
@@ -389,12 +389,12 @@ def test_the_batch_of_a_failed_step_is_kept_where_it_can_be(tmp_path):
     (tmp_path / "file").write_text("no folder")
     said = r"step 7: gradient norm is nan; the batch could not be kept \(.*File exists"
     for error, place, message in ((FloatingPointError, "file", said), (KeyError, "", "is nan")):  # others keep nothing
-        with pytest.raises(error, match=message), checkpoint.keep_batch(str(tmp_path / place), 7, [micro(1)]):
+        with pytest.raises(error, match=message), interrupts.keep_batch(str(tmp_path / place), 7, [micro(1)]):
             raise error("gradient norm is nan")
     assert names(tmp_path) == ["file"]
     out_dir = tmp_path / "runs" / "x"  # ranks other than the first may stand on a machine where nobody has made it
     micros = [micro(2, advantages=torch.tensor([1.0, float("nan")])), micro(1)]
-    with pytest.raises(FloatingPointError) as raised, checkpoint.keep_batch(str(out_dir), 7, micros):
+    with pytest.raises(FloatingPointError) as raised, interrupts.keep_batch(str(out_dir), 7, micros):
         raise FloatingPointError("gradient norm is nan")
     (path,) = out_dir.iterdir()
     assert path.name == "not_finite-step000007-rank0.safetensors"
@@ -410,9 +410,9 @@ def test_the_batch_of_a_failed_step_is_kept_where_it_can_be(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_is_noted_and_a_later_one_stops(number, monkeypatch, capfd):
     now = [100.0]
-    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(interrupts.time, "monotonic", lambda: now[0])
     before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-    with pytest.raises(KeyboardInterrupt), checkpoint.stop_on_signal() as stop:
+    with pytest.raises(KeyboardInterrupt), interrupts.stop_on_signal() as stop:
         assert not stop
         os.kill(os.getpid(), number)
         assert stop == [number.name]
@@ -440,7 +440,7 @@ def test_a_signal_in_the_middle_of_a_print_is_noted_too(monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
             self.inside = False
 
-    with checkpoint.stop_on_signal() as stop:
+    with interrupts.stop_on_signal() as stop:
         monkeypatch.setattr("sys.stdout", Interrupted())
         print("a line")
         monkeypatch.undo()

@@ -22,7 +22,7 @@ from common.maths import losses
 from common.model import head
 from common.model.logprobs import LogProbs
 from common.training import optim
-from common.training.offload import Offload
+from common.training.offload import Offloader
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -385,7 +385,7 @@ def test_completions_of_a_teacher_depend_on_number_and_seed_only(teacher):
     assert teacher.generate(PROMPTS[::-1], numbers[::-1], **options)[::-1] == together
     teacher.offload()
     alone = [teacher.generate([prompt], [n], **options)[0] for prompt, n in zip(PROMPTS, numbers, strict=True)]
-    assert alone == together and not teacher.memory.away
+    assert alone == together and not teacher.memory.offloaded
     assert teacher.generate(PROMPTS, numbers, **{**options, "seed": 6}) != together
     assert teacher.generate(PROMPTS, [1, 2, 4, 5], **options) != together
     assert [ids[:2] for ids in together] == teacher.generate(PROMPTS, numbers, **{**options, "max_new_tokens": 2})
@@ -493,20 +493,20 @@ def test_weights_travel_both_ways_as_they_are_and_frozen_ones_are_copied_once(fr
     weight = model.model.layers[0].mlp.up_proj.weight
     weight.data = weight.data.t().contiguous().t()
     model.model.layers[1].to(torch.bfloat16)
-    memory, size, strides, copies, places = Offload(model), sum(p.nbytes for p in model.parameters()), (1, 64), [], []
+    memory, size, strides, copies, places = Offloader(model), sum(p.nbytes for p in model.parameters()), (1, 64), [], []
     copy_to_host = memory._copy_to_host
     monkeypatch.setattr(memory, "_copy_to_host", lambda: copies.append(1) or copy_to_host())
     for _ in range(3):
         before, home = bytes_of(model), [p.data_ptr() for p in model.parameters()]
-        assert memory.off() * GIB == pytest.approx(size) and memory.off() == 0.0
+        assert memory.offload() * GIB == pytest.approx(size) and memory.offload() == 0.0
         places.append([p.data_ptr() for p in model.parameters()])
         assert all(here != there for here, there in zip(home, places[-1], strict=True))
         assert_weights(model, before)
         if not frozen:  # also what happens to them meanwhile
             model.model.norm.weight.data += 1.0
             before = bytes_of(model)
-        memory.on()
-        memory.on()
+        memory.onload()
+        memory.onload()
         assert_weights(model, before)
         assert model.lm_head.weight is model.model.embed_tokens.weight and weight.stride() == strides
         assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {
@@ -521,15 +521,15 @@ def test_weights_travel_both_ways_as_they_are_and_frozen_ones_are_copied_once(fr
 def test_a_step_after_leaving_and_coming_back_is_the_step_without(dtype):
     models = [build_model("qwen2").to(dtype) for _ in range(2)]
     optimizers = [optim.AdamW(model, 1e-2) for model in models]
-    memory = Offload(models[0])
+    memory = Offloader(models[0])
     batch = pack(PROMPTS, COMPLETIONS)
     for step in range(3):
-        memory.off()
+        memory.offload()
         moved = optimizers[0].offload()
         small = sum(p.numel() for p in models[0].parameters()) * 4
         assert moved * GIB == pytest.approx((2 if dtype == torch.float32 else 3) * small)  # masters in fp32 are weights
         assert optimizers[0].offload() == 0.0
-        memory.on()
+        memory.onload()
         for model, optimizer in zip(models, optimizers, strict=True):
             LogProbs(model, 1.0)(*batch.tokens)[0].sum().backward()
             optimizer.step(1.0)

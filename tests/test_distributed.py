@@ -18,11 +18,11 @@ from bounds import assert_rounded
 from conftest import ROOT, build_model, reward
 
 from common.base import distributed
-from common.base.distributed import OutageError, any_rank, gather_objects, num_ranks, rank, sum_over_ranks, together
+from common.base.distributed import OutageError, any_rank, gather_objects, num_ranks, rank, share_errors, sum_over_ranks
 from common.generation import rollout
 from common.maths import losses
 from common.model import logprobs
-from common.run import checkpoint
+from common.run import interrupts
 from common.training import optim
 
 TIME_LIMIT = 120  # seconds, for both processes together; a hang would take the 30 minutes of the process group
@@ -42,7 +42,7 @@ from test_distributed import backward_of_rank
 from common.base import distributed
 from common.model import logprobs
 from common.training import optim
-from common.base.distributed import any_rank, gather_objects, print_main, sum_over_ranks, together
+from common.base.distributed import any_rank, gather_objects, print_main, sum_over_ranks, share_errors
 
 torch.set_num_threads(1)
 processes = []
@@ -69,7 +69,7 @@ print_main("said aside by the main process only", number, file=sys.stderr)
 
 def attempt(name, failing):
     try:
-        with together(name):
+        with share_errors(name):
             if number in failing:
                 raise failing[number]
         report[name] = "went on"
@@ -101,7 +101,7 @@ for checkpointing in (False, True):
     torch.save((gradients, model.state_dict()), f"{folder}/trained-{number}-{checkpointing}.pt")
 
 open(f"{folder}/report-{number}.json", "w").write(json.dumps(report))
-with together("last phase"):
+with share_errors("last phase"):
     if number == 1:
         raise ArithmeticError("nothing caught this")
 print("not reached")
@@ -163,10 +163,10 @@ def test_alone_there_is_one_rank_and_together_changes_nothing(capsys):
     distributed.print_main("step", 3)
     distributed.print_main("rollout:", "fast", file=sys.stderr)
     assert capsys.readouterr() == ("step 3\n", "rollout: fast\n")
-    with together("score"):
+    with share_errors("score"):
         pass
     for error in (KeyError("answer"), OutageError("gone"), KeyboardInterrupt(), SystemExit()):
-        with pytest.raises(type(error)) as raised, together("score"):
+        with pytest.raises(type(error)) as raised, share_errors("score"):
             raise error
         assert raised.value is error
 
@@ -174,18 +174,18 @@ def test_alone_there_is_one_rank_and_together_changes_nothing(capsys):
 def test_an_outage_saves_and_ends_the_run_and_nothing_else_does(monkeypatch, capsys):
     calls = []
     monkeypatch.setattr(distributed, "shutdown", lambda code: calls.append(f"shut down {code}"))
-    with pytest.raises(SystemExit) as stopped, checkpoint.save_on_outage(lambda: calls.append("saved")):
+    with pytest.raises(SystemExit) as stopped, interrupts.save_on_outage(lambda: calls.append("saved")):
         raise OutageError("the teacher stays away")
     assert stopped.value.code == distributed.OUTAGE_EXIT_CODE == 75
     assert calls == ["saved", "shut down 75"]
     assert capsys.readouterr().err.startswith("the teacher stays away\nsaved; the same command goes on")
-    with pytest.raises(ZeroDivisionError), checkpoint.save_on_outage(lambda: 1 / 0):  # one that cannot be saved
+    with pytest.raises(ZeroDivisionError), interrupts.save_on_outage(lambda: 1 / 0):  # one that cannot be saved
         raise OutageError("gone")
     calls.clear()
     for error in (RuntimeError, KeyboardInterrupt):
-        with pytest.raises(error), checkpoint.save_on_outage(lambda: calls.append("saved")):
+        with pytest.raises(error), interrupts.save_on_outage(lambda: calls.append("saved")):
             raise error
-    with checkpoint.save_on_outage(lambda: calls.append("saved")):
+    with interrupts.save_on_outage(lambda: calls.append("saved")):
         calls.append("went on")
     assert calls == ["went on"]
 

@@ -68,9 +68,9 @@ def notes_phases(path: Path, module) -> None:
         finally:
             note("none of these")
 
-    timed, together = metrics.Log.time, distributed.together
+    timed, share_errors = metrics.Log.time, distributed.share_errors
     metrics.Log.time = lambda log, name: noted(name, timed(log, name))
-    distributed.together = lambda name, *rest: noted(name, together(name, *rest))
+    distributed.share_errors = lambda name, *rest: noted(name, share_errors(name, *rest))
 
 
 def phase(path: Path) -> tuple[str, dict[str, int]]:

@@ -16,7 +16,7 @@ from common.distill.teachers import LocalTeacher
 from common.maths import divergences
 from common.model import head, logprobs, models
 from common.training import optim
-from common.training.offload import Offload
+from common.training.offload import Offloader
 
 pytestmark = pytest.mark.gpu
 FP32 = dict(dtype="fp32", steps=4, compile=False)
@@ -102,14 +102,14 @@ def test_peak_memory_is_three_chunks_of_logits(cuda, compile):
 def test_offloading_frees_what_it_says(model_folders, cuda, frozen):
     model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(8))).to(cuda, torch.bfloat16)
     model.requires_grad_(not frozen)
-    before, memory = {k: v.clone() for k, v in model.state_dict().items()}, Offload(model)
+    before, memory = {k: v.clone() for k, v in model.state_dict().items()}, Offloader(model)
     for _ in range(3):
         torch.cuda.synchronize()
         allocated = torch.cuda.memory_allocated()
-        freed = memory.off()
+        freed = memory.offload()
         assert freed * GIB == allocated - torch.cuda.memory_allocated() > 8 * 2048 * 2048 * 2
         assert {p.device.type for p in model.parameters()} == {"cpu"}
-        memory.on()
+        memory.onload()
         assert torch.cuda.memory_allocated() == allocated
         assert_equal_weights(model.state_dict(), before)
     if not frozen:

@@ -531,7 +531,7 @@ def test_a_step_leaves_modes_and_settings_as_they_were_wherever_it_fails(model_f
 def test_nothing_piles_up_from_step_to_step(model_folders):
     _, model = models.load_policy(str(model_folders["qwen2"]), CPU, "fp32")
     policy, sampler = LogProbs(model, 1.0), make_sampler(model, max_new_tokens=4)
-    optimizer, weights_of = optim.AdamW(model, 1e-4, offload="rollout"), offload.Offload(model)
+    optimizer, weights_of = optim.AdamW(model, 1e-4, offload="rollout"), offload.Offloader(model)
     generator, kept = torch.Generator().manual_seed(0), []
     for step in range(8):
         lengths = torch.randint(1, 30, (4,), generator=generator).tolist() if step else [30] * 4  # the longest first
@@ -539,8 +539,8 @@ def test_nothing_piles_up_from_step_to_step(model_folders):
         minibatches = batch.minibatches(2, 60, policy.packed)
         for minibatch in minibatches:
             logprobs.fill(minibatch, "old_logps", policy, CPU)
-        weights_of.off()
-        weights_of.on()
+        weights_of.offload()
+        weights_of.onload()
         for minibatch in minibatches:
             for micro in minibatch:
                 ratio = losses.sequence_ratio(policy(*micro.tokens)[0], micro.old_logps, micro.completion_mask)

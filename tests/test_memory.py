@@ -196,25 +196,25 @@ def test_what_is_no_lack_of_memory_goes_on(batch):
     for error in (torch.OutOfMemoryError("x"), RuntimeError(FULL), RuntimeError("CUDA error: out of memory"),
                   RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")):  # fmt: skip
         assert memory.is_out_of_memory(error)
-    for error in (RuntimeError(quoted), memory.HopelessError("a sequence", "wait"), MemoryError(),
+    for error in (RuntimeError(quoted), memory.FatalOutOfMemoryError("a sequence", "wait"), MemoryError(),
                   RuntimeError("CUDA error: an illegal memory access was encountered")):  # fmt: skip
         assert not memory.is_out_of_memory(error)
 
 
 def test_what_does_not_fit_alone_ends_the_run_with_what_to_change(tmp_path, batch):
-    with pytest.raises(memory.HopelessError, match=r"a single sequence of \d+ tokens does not fit") as caught:
+    with pytest.raises(memory.FatalOutOfMemoryError, match=r"a single sequence of \d+ tokens does not fit") as caught:
         update(tmp_path / "one", batch, 1000, budgets.Budget(1000, "plan: 80 GiB"), lambda policy: limit(policy, 4))
     text = str(caught.value)
     assert "gradient_checkpointing" in text and FULL in text and text.endswith("\nplan: 80 GiB")
     # ranks that compute together do not try again
-    with pytest.raises(memory.HopelessError, match="set micro_batch_tokens to 500; or"):
+    with pytest.raises(memory.FatalOutOfMemoryError, match="set micro_batch_tokens to 500; or"):
         update(tmp_path / "two", batch, 1000, budgets.Budget(1000, redo=False), lambda policy: limit(policy, 40))
     model = build_model("qwen2")
     policy, sampler = logprobs.LogProbs(model, 1.0), make_sampler(model)
     limit_rows(model.get_decoder(), 0, RuntimeError("CUDA error: out of memory"))
-    with pytest.raises(memory.HopelessError, match="a forward pass of 1 sequences"):
+    with pytest.raises(memory.FatalOutOfMemoryError, match="a forward pass of 1 sequences"):
         logprobs.fill([batch], "ref_logps", policy, CPU)
-    with pytest.raises(memory.HopelessError, match="not even the 4 completions of one prompt"):
+    with pytest.raises(memory.FatalOutOfMemoryError, match="not even the 4 completions of one prompt"):
         sampler.generate(PROMPTS, group_size=4, temperature=1.0)
 
 
@@ -224,7 +224,7 @@ def test_the_message_has_the_peaks_of_the_gpus_in_use(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda i, values=values: int(values[i] * 2**30))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i: (2**30, 80 * 2**30))
-    text = str(memory.HopelessError("a sequence", "wait"))
+    text = str(memory.FatalOutOfMemoryError("a sequence", "wait"))
     assert text.endswith("a sequence; wait\n  GPU 0: peak 2.5 GiB, now 1.0; 1.0 of 80.0 GiB free")
 
 
@@ -239,7 +239,7 @@ def test_halves_hold_all_rows_and_about_as_many_tokens(batch):
         assert [len(half) for half in pair.halves()] == [1, 1]
 
 
-def test_each_gives_every_row_in_order(batch):
+def test_halving_gives_every_row_in_order(batch):
     minibatch = batch.minibatches(1, 70, True)[0]
 
     def weigh(micro):
@@ -247,12 +247,12 @@ def test_each_gives_every_row_in_order(batch):
             raise torch.OutOfMemoryError(FULL)
         return micro.size
 
-    pairs = list(memory.each(minibatch, weigh))
+    pairs = list(memory.map_with_halving(minibatch, weigh))
     rows = [row for micro in minibatch for row in micro.rows.tolist()]
     assert [row for micro, _ in pairs for row in micro.rows.tolist()] == rows
     assert all(micro.size == result <= 30 for micro, result in pairs)
-    with pytest.raises(memory.HopelessError, match="a single sequence"):
-        list(memory.each(minibatch, lambda micro: weigh(batch)))
+    with pytest.raises(memory.FatalOutOfMemoryError, match="a single sequence"):
+        list(memory.map_with_halving(minibatch, lambda micro: weigh(batch)))
 
 
 @pytest.mark.parametrize(("tokens", "states"), [(0, False), (40, True), (1000, False)])

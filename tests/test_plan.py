@@ -170,36 +170,43 @@ def test_planned_peaks_are_the_measured_ones(models, gib, script, model, prompt_
     visual = 464 if "vl" in model else None
     options = names_of(models, script, model) | options
     run = planned(script, prompt_tokens=prompt_tokens, visual_tokens=visual, **options)
-    assert run.within(80 * GIB if gib < 20 else 140 * GIB).peak(0) / GIB == pytest.approx(gib, rel=0.1)
+    assert run.for_capacity(80 * GIB if gib < 20 else 140 * GIB).peak(0) / GIB == pytest.approx(gib, rel=0.1)
 
 
 def test_smaller_settings_take_less(models):
     run = planned("gspo/gspo.py", policy_model=models["1.5b"], prompt_tokens=300)  # known prompts are cut, too
-    assert run.but(max_prompt_tokens=200).longest == 200 and run.but(max_prompt_tokens=400).longest == 300
+    assert (
+        run.with_options(max_prompt_tokens=200).longest == 200
+        and run.with_options(max_prompt_tokens=400).longest == 300
+    )
     base = planned("gspo/gspo_ddp.py", ranks=2, policy_model=models["1.5b"], kl_coef=0.1)
-    sizes = [base.but(micro_batch_tokens=n).peak(0) for n in (640, 1024, 2048, 8192, 10240)]
+    sizes = [base.with_options(micro_batch_tokens=n).peak(0) for n in (640, 1024, 2048, 8192, 10240)]
     assert sizes == sorted(sizes) and sizes[0] < sizes[-2]
-    assert sizes[-1] == base.but(micro_batch_tokens=10**6).peak(0)  # a minibatch has no more
+    assert sizes[-1] == base.with_options(micro_batch_tokens=10**6).peak(0)  # a minibatch has no more
     full = base.peak(0)
     for changes in (dict(gradient_checkpointing=True), dict(optimizer_offload="always"), dict(fsdp=True),
                     dict(lora_rank=16, load_bits=4), dict(kl_coef=0.0)):  # fmt: skip
-        assert base.but(**changes).peak(0) < full, changes
-    assert base.but(compile=False).peak(0) > full == base.peak(1)  # compiled layers keep less
+        assert base.with_options(**changes).peak(0) < full, changes
+    assert base.with_options(compile=False).peak(0) > full == base.peak(1)  # compiled layers keep less
 
 
 def test_where_optimizer_state_shards_and_the_copy_that_samples_are(models):
     base = planned("gspo/gspo_ddp.py", ranks=2, policy_model=models["1.5b"])
     state = 12 * shapes.of(models["1.5b"]).params
-    always, during = base.but(optimizer_offload="always"), base.but(optimizer_offload="rollout")
+    always, during = base.with_options(optimizer_offload="always"), base.with_options(optimizer_offload="rollout")
     assert always.host == during.host == 2 * state and base.host == 0
     gpu = during.gpus[0]
     assert "AdamW" not in gpu.always.keys() | gpu.phases["rollout"].keys()
     assert gpu.phases["loss"]["AdamW"] == gpu.phases["step"]["AdamW"] == state
     # with one optimizer step per rollout it comes back when the activations have gone
-    assert "AdamW" not in during.but(num_minibatches=1).gpus[0].phases["loss"]
+    assert "AdamW" not in during.with_options(num_minibatches=1).gpus[0].phases["loss"]
     assert "AdamW" not in always.gpus[0].phases["loss"]
     assert always.gpus[0].phases["step"]["streamed state"] < state / 10
-    assert not always.within(100 * GIB, host=36 * GIB).fits() and always.within(100 * GIB, host=64 * GIB).fits()
+    assert not always.for_capacity(100 * GIB, host=36 * GIB).fits()
+    assert always.for_capacity(100 * GIB, host=64 * GIB).fits()
+        not always.for_capacity(100 * GIB, host=36 * GIB).fits()
+        and always.for_capacity(100 * GIB, host=64 * GIB).fits()
+    )
     params = shapes.of(models["7b"]).params
     gpu = planned("gspo/gspo_ddp.py", 8, policy_model=models["7b"], fsdp=True).gpus[0]
     assert gpu.always["weights"] == gpu.phases["step"]["gradients"] == pytest.approx(4 * params / 8)
@@ -243,12 +250,15 @@ def test_a_teacher_on_two_gpus_and_one_that_waits_in_cpu_memory(models):
 def test_completions_wait_where_memory_is_short(models):
     options = dict(lora_rank=16, max_new_tokens=1024, batch_size=64, num_minibatches=64, gradient_checkpointing=True)
     run = planned("gspo/gspo.py", policy_model=models["7b"], **options)
-    gpu, short = run.gpus[0], run.within(30 * GIB)
+    gpu, short = run.gpus[0], run.for_capacity(30 * GIB)
     assert gpu.at_once() == 64 and 1 <= gpu.at_once(30 * GIB) < 64
     assert short.peak(0) <= 30 * GIB < run.peak(0) and "of 64 prompts are sampled at once" in str(short)
-    assert run.but(rollout_batch=33).gpus[0].at_once() == 4 and run.but(rollout_batch=1).gpus[0].at_once() == 1
+    assert (
+        run.with_options(rollout_batch=33).gpus[0].at_once() == 4
+        and run.with_options(rollout_batch=1).gpus[0].at_once() == 1
+    )
     # the frozen weights stay beside those with adapters where there is room, else in CPU memory
-    assert short.pinned > run.within(140 * GIB).pinned == 0
+    assert short.pinned > run.for_capacity(140 * GIB).pinned == 0
 
 
 @pytest.mark.parametrize("script", layouts.scripts())
@@ -256,7 +266,7 @@ def test_every_script_is_planned(models, script):
     for options in ({}, dict(optimizer_offload="always", gradient_checkpointing=True), dict(lora_rank=8, load_bits=8)):
         run = planned(script, **names_of(models, script, "0.5b"), **options)
         assert str(run).count("\nGPU ") >= len(run.gpus)
-        assert run.within(1000 * GIB).fits() and not run.within(GIB).fits()
+        assert run.for_capacity(1000 * GIB).fits() and not run.for_capacity(GIB).fits()
 
 
 @pytest.mark.parametrize(("script", "ranks", "model", "gib"), [
@@ -264,13 +274,13 @@ def test_every_script_is_planned(models, script):
     ("grpo/poster/poster_grpo.py", 4, "7b-vl", 48),
 ])  # fmt: skip
 def test_advice_holds_and_asks_for_no_more_than_is_needed(models, script, ranks, model, gib):
-    run = planned(script, ranks, policy_model=models[model]).within(gib * GIB)
+    run = planned(script, ranks, policy_model=models[model]).for_capacity(gib * GIB)
     advice = run.advice()
-    assert not run.fits() and advice.changes and advice.plan.fits() and run.but(**advice.changes).fits()
+    assert not run.fits() and advice.changes and advice.plan.fits() and run.with_options(**advice.changes).fits()
     for name, value in advice.changes.items():
         assert f"--{name} {str(value).lower()}" in str(advice)
         with contextlib.suppress(ValueError):  # where the others are not possible without it
-            assert not run.but(**{key: advice.changes[key] for key in advice.changes.keys() - {name}}).fits()
+            assert not run.with_options(**{key: advice.changes[key] for key in advice.changes.keys() - {name}}).fits()
 
 
 def test_advice_begins_with_what_costs_least(models):
@@ -296,12 +306,12 @@ def test_advice_begins_with_what_costs_least(models):
 
 
 def test_advice_counts_cpu_memory(models):
-    run = planned("gspo/gspo_ddp.py", 4, policy_model=models["1.5b"], dtype="fp16").within(24 * GIB)
+    run = planned("gspo/gspo_ddp.py", 4, policy_model=models["1.5b"], dtype="fp16").for_capacity(24 * GIB)
     advice = run.advice()
     state = 4 * 12 * shapes.of(models["1.5b"]).params
     assert advice.changes["optimizer_offload"] == "always" and advice.plan.pinned == state
     assert f"{state / GIB:.1f} GiB of CPU memory" in str(advice)
-    short = run.within(24 * GIB, host=60 * GIB).advice()
+    short = run.for_capacity(24 * GIB, host=60 * GIB).advice()
     assert "optimizer_offload" not in short.changes and short.plan.fits()
     # one process of four, as a script asks for it
     one = plan.of(loaded("gspo/gspo_ddp.py", policy_model=models["1.5b"], dtype="fp16")[1], {"policy": (0,)}, ranks=4)
@@ -313,7 +323,7 @@ def test_what_the_script_would_refuse_is_not_advised(models):
         run = planned("gspo/gspo_ddp.py", 2, policy_model=models["1.5b"], **options)
         assert not any("fsdp" in run.advice(gib * GIB).changes for gib in (12, 24))
         with pytest.raises(ValueError, match="fsdp = True"):
-            run.but(fsdp=True)
+            run.with_options(fsdp=True)
     # neither with a reference elsewhere, nor with a vision tower that is trained
     _, cfg = loaded("gspo/gspo_ddp.py", policy_model=models["1.5b"], kl_coef=0.1)
     for where, possible in ((None, True), (2, False)):
@@ -336,7 +346,7 @@ def test_where_nothing_helps_the_size_that_would_is_right(models):
         assert advice.plan.fits(needed * GIB) and not advice.plan.fits((needed - 1) * GIB)
         assert run.advice(needed * GIB).changes
     run = planned("gspo/gspo.py", policy_model=models["1.5b"], optimizer_offload="always", lora_rank=16)
-    said = str(run.within(80 * GIB, host=2**20).advice())
+    said = str(run.for_capacity(80 * GIB, host=2**20).advice())
     assert said.startswith("nothing helps: ") and "GiB of CPU memory; 0.0" in said
     # a teacher can wait in CPU memory, or be served elsewhere
     sizes = (("1.5b", "7b", 24), ("0.5b", "70b", 24), ("0.5b", "0.5b", 1.5))
@@ -347,16 +357,19 @@ def test_where_nothing_helps_the_size_that_would_is_right(models):
 
 
 def test_the_largest_micro_batch_and_the_most_completions(models):
-    run = planned("gspo/gspo.py", policy_model=models["0.5b"], kl_coef=0.1).within(24 * GIB)
+    run = planned("gspo/gspo.py", policy_model=models["0.5b"], kl_coef=0.1).for_capacity(24 * GIB)
     tokens, completions = run.largest()
-    assert run.but(micro_batch_tokens=tokens).fits() and not run.but(micro_batch_tokens=2 * tokens).fits()
-    more = run.but(batch_size=completions // 8 + 8)
+    assert (
+        run.with_options(micro_batch_tokens=tokens).fits()
+        and not run.with_options(micro_batch_tokens=2 * tokens).fits()
+    )
+    more = run.with_options(batch_size=completions // 8 + 8)
     assert more.gpus[0].at_once(24 * GIB) * 8 == pytest.approx(completions, abs=16 * 8)
     assert run.largest(4 * GIB)[0] == 0 and run.largest(1000 * GIB)[0] == run.minibatch == 16 * 8 // 4 * 640
     for tokens in (1, 3000, 10**6):  # a run that fits is never told to take less
-        there = run.but(micro_batch_tokens=tokens)
+        there = run.with_options(micro_batch_tokens=tokens)
         most = there.largest()[0]
-        assert most <= run.minibatch and (not most or there.but(micro_batch_tokens=most).fits())
+        assert most <= run.minibatch and (not most or there.with_options(micro_batch_tokens=most).fits())
         assert not there.fits() or most >= min(tokens, run.minibatch)
 
 

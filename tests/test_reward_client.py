@@ -303,7 +303,7 @@ def test_an_unscored_rollout_comes_back_as_it_was_if_it_is_still_wanted(tmp_path
                              torch.rand(4, 3), 0, [3])  # fmt: skip
 
     def unscored(folder, **changes):
-        return checkpoint.unscored(folder, torch.device("cpu"), Sampled(**changes))
+        return checkpoint.pending_rollout(folder, torch.device("cpu"), Sampled(**changes))
 
     (tmp_path / "state.json").write_text(json.dumps({"num_ranks": 1, "config": OPTIONS}))
     assert unscored(None) is None and unscored(tmp_path) is None

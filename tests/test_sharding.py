@@ -62,7 +62,7 @@ def at_work(rank: int, ranks: int, port: int) -> None:
     both = batch(5, [6, 2, 5, 4, 3])
     (mine,) = both.select(torch.arange(rank, 5, ranks)).minibatches(1, 9, True)
     assert len(set(distributed.gather_objects(len(mine)))) > 1
-    sharding.even([mine])
+    sharding.pad_micro_batches([mine])
     assert len(set(distributed.gather_objects(len(mine)))) == 1
     assert sum(distributed.gather_objects(sum(micro.num_trained for micro in mine))) == 5
 
@@ -91,7 +91,7 @@ def at_work(rank: int, ranks: int, port: int) -> None:
     optimizer.load_state_dict(theirs)
     state = optimizer.state_dict()
     assert rank > 0 or all(torch.equal(state[key], theirs[key]) for key in theirs)
-    held = sum(optimizer._whole(i, "exp_avg").numel() for i in range(len(optimizer.params)))
+    held = sum(optimizer._full(i, "exp_avg").numel() for i in range(len(optimizer.params)))
     assert (held > 0) == (rank == 0)  # on other ranks the whole state would only take memory
     # what the loss is given is not rounded to the dtype of the layers
     echo = Echo(build_model("qwen2").bfloat16(), 0.7)
@@ -163,18 +163,18 @@ def options(**fields) -> SimpleNamespace:
                                               ("param_offload", True)])  # fmt: skip
 def test_what_cannot_be_sharded_is_refused(field, value, monkeypatch):
     with pytest.raises(ValueError, match=f"fsdp = True, {field} = "):
-        sharding.wanted(options(**{field: value}))
+        sharding.enabled(options(**{field: value}))
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match=f"ACCELERATE_USE_FSDP = true, {field} = "):
-        sharding.wanted(options(**{field: value, "fsdp": False}))
+        sharding.enabled(options(**{field: value, "fsdp": False}))
 
 
 def test_one_process_is_not_sharded(monkeypatch):
-    assert not sharding.wanted(options())
+    assert not sharding.enabled(options())
     monkeypatch.setattr(distributed, "num_ranks", lambda: 2)
-    assert sharding.wanted(options()) and not sharding.wanted(options(fsdp=False))
+    assert sharding.enabled(options()) and not sharding.enabled(options(fsdp=False))
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert sharding.wanted(options(fsdp=False))
+    assert sharding.enabled(options(fsdp=False))
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(ValueError, match="--fsdp true"):
         distributed.start(CPU, 1)

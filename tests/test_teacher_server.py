@@ -441,7 +441,7 @@ def test_one_thread_looks_out_for_a_service_that_is_away(capsys):
         client, recovered = connection(flaky.url, workers=8), []
         client.on_recovery = lambda: recovered.append(client.once("GET", "/info"))
         threading.Timer(0.8, flaky.back.set).start()
-        client.each(lambda item: client.post("/work", item), [b"x"] * 20)
+        client.for_each(lambda item: client.post("/work", item), [b"x"] * 20)
         assert flaky.counts["/work", False] <= 8 and flaky.counts["/work", True] == 20
         assert 2 <= flaky.counts["/health", False] <= 5  # doubling pauses, not one for each thread
         assert len(recovered) == 1
@@ -453,7 +453,7 @@ def test_patience_ends_and_says_what_to_do():
     with Flaky() as flaky:
         client, start = connection(flaky.url, patience_s=0.4, workers=3), time.monotonic()
         with pytest.raises(OutageError, match=rf"{flaky.url} stayed away for 0.4 s, .*status 503.*same command"):
-            client.each(lambda item: client.post("/work", item), [b"x"] * 9)
+            client.for_each(lambda item: client.post("/work", item), [b"x"] * 9)
         assert time.monotonic() - start < 5
         assert flaky.counts["/work", False] <= 3  # the others were not sent into the outage
         with pytest.raises(OutageError):
@@ -472,7 +472,7 @@ def test_what_recovery_finds_out_reaches_every_thread():
         client = connection(flaky.url, workers=4)
         client.on_recovery = mock.Mock(side_effect=ValueError("another model"))
         threading.Timer(0.4, flaky.back.set).start()
-        client.each(post, [b"x"] * 4)
+        client.for_each(post, [b"x"] * 4)
 
 
 def test_another_teacher_after_a_restart_is_refused(own, folder, tmp_path):

@@ -1,4 +1,4 @@
-"""Work beside the loop."""
+"""A function in a daemon thread, as a future."""
 
 import threading
 from collections.abc import Callable
@@ -7,24 +7,24 @@ from typing import Any
 
 
 def start(function: Callable, *args: Any) -> Future:
-    """Runs a function in a thread of its own.
+    """Runs a function in a daemon thread.
 
-    A daemon thread, where an executor's would be waited for: a second Ctrl-C must end the process at once, whatever a
-    reward function is waiting for.
+    Not in an executor, which Python joins at exit: a second Ctrl-C must end the process at once, whatever the function
+    is waiting for.
 
     Args:
         function: what to run.
         *args: its arguments.
 
     Returns:
-        `result()` waits and gives its value, or raises what it raised.
+        A future for its value or exception.
     """
     future: Future = Future()
 
     def run() -> None:
         try:
             future.set_result(function(*args))
-        except BaseException as error:  # raised again where the result is asked for
+        except BaseException as error:  # result() raises it
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()

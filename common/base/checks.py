@@ -1,22 +1,22 @@
-"""What must hold of a value, and the form that every error about a setting has: value, rule, remedy."""
+"""Checks of settings. Every error about a setting has the same form: value, rule, remedy."""
 
 import ipaddress
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-MAY_BE_INFINITE = ("max_grad_norm", "similarity_kappa")  # fields in which inf means something
-LARGEST = 2**31 - 1  # of whole numbers: seeds, positions and token ids go through types of 32 bits
+MAY_BE_INFINITE = ("max_grad_norm", "similarity_kappa")  # fields where inf is a valid value
+LARGEST = 2**31 - 1  # of integers: seeds, positions and token ids are stored in 32 bits
 
 
 def require(holds: bool, value: str, rule: str, remedy: str) -> None:
     """Raises a ValueError in the form every configuration error has.
 
     Args:
-        holds: whether the rule is kept.
-        value: what was given, "batch_size = 0".
-        rule: what must hold, "must be at least 1".
-        remedy: what to change, "set batch_size to the prompts of one step".
+        holds: whether the value obeys the rule.
+        value: such as "batch_size = 0".
+        rule: such as "must be at least 1".
+        remedy: such as "set batch_size to the prompts of one step".
 
     Raises:
         ValueError: `holds` is false.
@@ -26,15 +26,15 @@ def require(holds: bool, value: str, rule: str, remedy: str) -> None:
 
 
 def at_least(cfg: Any, least: float, *names: str) -> None:
-    """Requires fields of a Config to be no smaller than a number.
+    """Requires fields of a Config to be at least `least`.
 
     Args:
         cfg: a dataclass instance.
-        least: the smallest value allowed.
-        *names: its fields.
+        least: the smallest allowed value.
+        *names: of the fields.
 
     Raises:
-        ValueError: one of them is smaller.
+        ValueError: a field is smaller.
     """
     for name in names:
         value = getattr(cfg, name)
@@ -46,10 +46,10 @@ def above_zero(cfg: Any, *names: str) -> None:
 
     Args:
         cfg: a dataclass instance.
-        *names: its fields.
+        *names: of the fields.
 
     Raises:
-        ValueError: one of them is not.
+        ValueError: a field is not.
     """
     for name in names:
         value = getattr(cfg, name)
@@ -57,13 +57,13 @@ def above_zero(cfg: Any, *names: str) -> None:
 
 
 def require_numbers(values: Mapping[str, Any]) -> None:
-    """Requires numbers that can be computed with: NaN passes many comparisons, and infinity most of them.
+    """Requires finite numbers, since NaN and infinity pass many comparisons.
 
     Args:
-        values: of the fields of a Config, by name.
+        values: of a Config, by field name.
 
     Raises:
-        ValueError: a float that is not finite, or an integer of more than 32 bits.
+        ValueError: a float is not finite, or an integer has more than 32 bits.
     """
     for name, value in values.items():
         if isinstance(value, float):
@@ -74,14 +74,14 @@ def require_numbers(values: Mapping[str, Any]) -> None:
 
 
 def one_of(cfg: Any, **choices: Sequence[str]) -> None:
-    """Requires fields of a Config to have one of the values they can have.
+    """Requires fields of a Config to have one of a list of values.
 
     Args:
         cfg: a dataclass instance.
-        **choices: values by field.
+        **choices: allowed values by field.
 
     Raises:
-        ValueError: one of them has another.
+        ValueError: a field has another value.
     """
     for name, allowed in choices.items():
         value = getattr(cfg, name)
@@ -89,11 +89,7 @@ def one_of(cfg: Any, **choices: Sequence[str]) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine, seen by nobody else.
-
-    Args:
-        host: name or address.
-    """
+    """Whether a host name or address is loopback, which other machines cannot reach."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:  # a name

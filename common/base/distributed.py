@@ -184,7 +184,7 @@ def _sum_bucket(gradients: list[torch.Tensor]) -> None:
 
 
 @contextmanager
-def together(phase: str, collective: bool = False) -> Iterator[None]:
+def share_errors(phase: str, collective: bool = False) -> Iterator[None]:
     """All ranks leave the block, or all raise: the one that failed its own error, the others one that names it.
 
     Without this, the ranks that did not fail would wait in their next collective until its timeout. The block must hold

@@ -1,12 +1,13 @@
-"""When a GPU's memory does not suffice, forward and backward passes and rollouts are done again in smaller pieces.
+"""What happens when a GPU runs out of memory: the work is repeated in smaller pieces.
 
-A step that is computed again gives what it would have given in smaller pieces from the beginning: gradients and numbers
-of the failed attempt are thrown away, and log-probabilities that it had found are found again.
+A repeated step gives the results that smaller pieces would have given from the start: gradients and metrics of the
+failed attempt are discarded, and its log-probabilities are computed again.
 """
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from common.base import distributed
 from common.base.devices import GIB
 
-# Beginnings of the messages: an error of another rank that quotes one of them is not this process's own
+# The error must begin with one of these: another rank's error may quote them
 MESSAGES = ("CUDA out of memory", "CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
 REMEDIES = (
     "set gradient_checkpointing to True, optimizer_offload to 'always', lora_rank to 16 or load_bits to 4 (with LoRA), "
@@ -22,88 +23,92 @@ REMEDIES = (
 )
 
 
-class HopelessError(RuntimeError):
-    """Memory does not suffice for the smallest piece of work, and only other settings can help."""
+class FatalOutOfMemoryError(RuntimeError):
+    """Even the smallest piece of work does not fit, so only other settings can help."""
 
     def __init__(self, what: str, remedy: str, plan: str = ""):
-        """Puts the message together, with the peaks that the GPUs of this process have seen.
+        """Composes the message, with the peak memory of each GPU that this process uses.
 
         Args:
-            what: did not fit.
+            what: the work that did not fit.
             remedy: what to change.
-            plan: what the run was expected to take.
+            plan: the memory plan of the run.
         """
         lines = [f"{_rank()}out of memory: {what}; {remedy}", *_peaks(), *([plan] if plan else [])]
         super().__init__("\n".join(lines))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a GPU has no memory left, and so whether less at once may go well.
-
-    Args:
-        error: from a computation of this process.
-    """
+    """Whether an error of this process means that a GPU is out of memory, so that a smaller piece may fit."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and str(error).startswith(MESSAGES)
 
 
+@dataclass
+class OutOfMemory:
+    """What `catch_out_of_memory` caught.
+
+    Attributes:
+        message: first line of the error; "" if the block succeeded.
+    """
+
+    message: str = ""
+
+
 @contextmanager
-def noticed() -> Iterator[list[str]]:
-    """Catches that memory ran out in the block, and nothing else; `free` is to be called afterwards.
+def catch_out_of_memory() -> Iterator[OutOfMemory]:
+    """Suppresses out-of-memory errors of the block and no others; call `empty_cache` after one.
 
     Yields:
-        A list that is empty if the block went well, and has the message of the error otherwise.
+        An object whose `message` is set once the block has failed.
     """
-    said: list[str] = []
+    caught = OutOfMemory()
     try:
-        yield said
+        yield caught
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        said.append(str(error).split("\n")[0])
+        caught.message = str(error).split("\n")[0]
 
 
-def free() -> None:
-    """Gives back what no tensor uses any more; not inside `noticed`, where the error still holds the failed calls."""
+def empty_cache() -> None:
+    """Returns unused memory to the GPU; not inside `catch_out_of_memory`, where the error keeps tensors alive."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def say(text: str) -> None:
-    """Prints what was changed, with the rank where there are several: each has its own GPU.
-
-    Args:
-        text: one line.
-    """
-    print(f"{_rank()}{text}", flush=True)
+def print_with_rank(line: str) -> None:
+    """Prints a line on every rank, with the rank in front if there are several: each has its own GPU."""
+    print(f"{_rank()}{line}", flush=True)
 
 
-def each(micros: Sequence[Any], function: Callable[[Any], Any]) -> Iterator[tuple[Any, Any]]:
-    """Micro-batches, and what a function says of each; one that memory does not suffice for is cut in halves.
+def map_with_halving(micros: Sequence[Any], function: Callable[[Any], Any]) -> Iterator[tuple[Any, Any]]:
+    """Applies a function to micro-batches; one that does not fit into memory is halved.
 
     Args:
         micros: micro-batches (`batches.RolloutBatch`).
-        function: of one of them, without gradients.
+        function: of one micro-batch, without gradients.
 
     Yields:
-        A micro-batch, or half of one, and the result.
+        Each micro-batch, or part of one, and its result.
 
     Raises:
-        HopelessError: memory does not suffice for a single sequence.
+        FatalOutOfMemoryError: a single sequence does not fit.
     """
     waiting = list(micros)[::-1]
     while waiting:
         micro = waiting.pop()
-        with noticed() as failure:
+        with catch_out_of_memory() as failure:
             result = function(micro)
-        if not failure:
+        if not failure.message:
             yield micro, result
             continue
-        free()
+        empty_cache()
         if len(micro) == 1:
-            raise HopelessError(f"a single sequence of {micro.size} tokens does not fit ({failure[0]})", REMEDIES)
+            what = f"a single sequence of {micro.size} tokens does not fit ({failure.message})"
+            raise FatalOutOfMemoryError(what, REMEDIES)
         waiting += micro.halves()[::-1]
 
 
@@ -112,7 +117,7 @@ def _rank() -> str:
 
 
 def _peaks() -> list[str]:
-    """Per GPU that this process uses: what its tensors took at most, and what there is."""
+    """A line for each GPU that this process uses: peak and current memory of its tensors, and free memory."""
     lines = []
     for i in range(torch.cuda.device_count()):
         if torch.cuda.memory_reserved(i):

@@ -1,4 +1,4 @@
-"""Who is missing, when ranks waited for one another in vain."""
+"""Which rank is missing, if a collective failed."""
 
 import os
 import socket
@@ -7,45 +7,42 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-EXIT_SECONDS = 3.0  # a killed process closes its connections before it is gone
+EXIT_SECONDS = 3.0  # a killed process closes its connections shortly before it is gone
 
 
 class Peers:
-    """What the ranks know of one another, in the store that they met at: host and process, and how far each has come.
-
-    It is asked when a collective has failed.
-    """
+    """Host, process id and progress of every rank, kept in their common store for error messages."""
 
     def __init__(self, rank: int, num_ranks: int, store: dist.Store, timeout_minutes: float):
-        """Tells the others who this is.
+        """Publishes host and process id of this rank.
 
         Args:
             rank: of this process.
-            num_ranks: processes together.
-            store: that all ranks share.
-            timeout_minutes: how long ranks wait for one another.
+            num_ranks: number of processes.
+            store: shared by all ranks.
+            timeout_minutes: of collectives, for the message.
         """
         self.rank, self.num_ranks, self.store, self.timeout_minutes = rank, num_ranks, store, timeout_minutes
         self.count = 0
-        self.store.set(f"meeting{rank}", "0")  # before the other: `missing` must not wait for a name that is not there
+        self.store.set(f"meeting{rank}", "0")  # first: `missing` reads it as soon as the next key exists
         self.store.set(f"process{rank}", f"{os.getpid()} {socket.gethostname()}")
 
     def arrive(self) -> None:
-        """Tells the others that this rank has come to its next meeting."""
+        """Publishes that this rank has reached its next collective."""
         self.count += 1
         self.store.set(f"meeting{self.rank}", str(self.count))
 
     def missing(self) -> str:
-        """The ranks that are gone, or else those that did not come to this meeting, in words; "" if that is not known.
+        """The ranks whose process is gone, or else those that did not reach this collective, as text; "" if unknown.
 
-        A rank on another machine cannot be seen, only that it did not come.
+        Processes on other machines cannot be checked.
         """
         try:
             if not self.store.check([f"process{rank}" for rank in range(self.num_ranks)]):
                 return "a rank did not come as far as its first meeting"
             processes = [self.store.get(f"process{rank}").decode().split(" ", 1) for rank in range(self.num_ranks)]
             counts = [int(self.store.get(f"meeting{rank}")) for rank in range(self.num_ranks)]
-        except RuntimeError:  # torch.distributed.DistError: the rank that kept the store is gone, and what it knew
+        except RuntimeError:  # torch.distributed.DistError: rank 0, which owned the store, is gone
             return "" if self.rank == 0 else "rank 0 is gone, or cut off"
         here = [(rank, int(pid)) for rank, (pid, host) in enumerate(processes) if host == socket.gethostname()]
         end = time.monotonic() + EXIT_SECONDS
@@ -60,7 +57,7 @@ class Peers:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this machine runs; one that has ended, and that its parent did not ask about, does not.
+    """Whether a process of this machine runs; a zombie does not.
 
     Args:
         pid: of the process.

@@ -1,7 +1,7 @@
-"""HTTP clients of the services beside a run, such as a teacher: tensors as bytes, retries, and waiting out an outage.
+"""HTTP client for the services of a run, such as a teacher: serialization, retries, waiting during an outage.
 
-A request is repeated until it is answered or the patience ends, so it must be one that may be computed twice. When the
-service is away, one thread asks for its health and all others wait: a server that starts again meets no storm.
+Requests are retried until they are answered or the patience ends, so they must be idempotent. During an outage one
+thread polls /health and the others wait, so that a restarted server is not flooded.
 """
 
 import json
@@ -25,25 +25,25 @@ from common.base.checks import is_loopback
 from common.base.distributed import OutageError, print_main
 
 CONNECT_SECONDS = 5.0
-HEALTH_SECONDS = 10.0  # for an answer of /health, which computes nothing
-PAUSES = (0.1, 5.0)  # seconds between tries: the first, and what doubling ends at
-REPORT_SECONDS = 15.0  # between lines that say that the run still waits
-MAX_ERRORS = 2  # repetitions of a request that the server failed at: more would only repeat its error
-MAX_ANSWER = 2**26  # bytes of an answer, unless a service needs more: one without an end must not fill the memory
-MAX_HEADER = 2**16  # bytes of what safetensors say of themselves; a million names take a minute and a gigabyte
-MAX_SAID = 500  # characters of a server's error that are passed on
+HEALTH_SECONDS = 10.0  # timeout of /health
+PAUSES = (0.1, 5.0)  # seconds between retries: the first one, and the limit of doubling
+REPORT_SECONDS = 15.0  # between messages that the run is still waiting
+MAX_ERRORS = 2  # retries after an internal error of the server, which is likely to repeat itself
+MAX_ANSWER = 2**26  # bytes of an answer, unless a service needs more: an endless one must not fill the memory
+MAX_HEADER = 2**16  # bytes of a safetensors header; one with a million names takes a minute and a gigabyte
+MAX_ERROR_TEXT = 500  # characters of a server's error that are passed on
 
 
 class Unavailable(Exception):
-    """A request was not answered, and may be later."""
+    """A request failed, but a retry may succeed."""
 
     def __init__(self, text: str, busy: bool = False, retry_after: float = 0.0):
         super().__init__(text)
-        self.busy, self.retry_after = busy, retry_after  # busy: it is there, but has no time now
+        self.busy, self.retry_after = busy, retry_after  # busy: the server is up, but overloaded
 
 
 def pack(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> bytes:
-    """Tensors and words as one body in the safetensors format.
+    """Serializes tensors and metadata in the safetensors format.
 
     Args:
         tensors: by name.
@@ -54,7 +54,7 @@ def pack(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> bytes:
 
 
 def unpack(body: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """What `pack` put together.
+    """Deserializes the result of `pack` to tensors and metadata.
 
     Args:
         body: of a request or an answer.
@@ -77,7 +77,7 @@ class Service:
     """A server that a run depends on.
 
     Attributes:
-        on_recovery: called when the service is back after an outage, before anything else is sent; it may use `once`.
+        on_recovery: called when the service is back after an outage, before any other request; it may call `once`.
     """
 
     def __init__(
@@ -91,19 +91,19 @@ class Service:
         content_type: str = "application/octet-stream",
         max_answer: int = MAX_ANSWER,
     ):
-        """Notes where the service is; nothing is sent yet.
+        """Checks the settings; nothing is sent yet.
 
         Args:
             url: such as "http://127.0.0.1:15555".
             token: sent as "Authorization: Bearer ..." if not empty.
-            timeout_s: seconds for the answer of one request, until its last byte.
-            patience_s: seconds that the service may stay away before the run gives up.
-            workers: requests in flight at a time in `each`.
-            content_type: of the bodies sent.
-            max_answer: bytes of an answer; what is longer is an error of the server.
+            timeout_s: seconds for one request, until the last byte of its answer.
+            patience_s: seconds that an outage may last before the run gives up.
+            workers: concurrent requests of `for_each`.
+            content_type: of the request bodies.
+            max_answer: bytes of an answer; a longer one is an error.
 
         Raises:
-            ValueError: not an address, a number out of range, or a token that no header can hold.
+            ValueError: not an address, a number out of range, or a token that is not printable ASCII.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -113,33 +113,33 @@ class Service:
                 raise ValueError(f"{name} = {value}: must be above 0; raise it")
         if not timeout_s < float("inf"):
             raise ValueError(f"timeout_s = {timeout_s}: must be finite, or an answer that never comes is waited for")
-        token = token.strip()  # a file or a variable often ends with a line break
-        if not (token.isascii() and token.isprintable()):  # requests would show it in its own error
+        token = token.strip()  # files and variables often end with a newline
+        if not (token.isascii() and token.isprintable()):  # the error of requests would show it
             raise ValueError(f"token of {len(token)} characters: must be printable ASCII; choose another on both sides")
         self.url, self.token, self.timeout_s, self.patience_s = url.rstrip("/"), token, timeout_s, patience_s
         self.workers, self.content_type, self.on_recovery = workers, content_type, lambda: None
         self.max_answer = max_answer
         self._local = is_loopback(parts.hostname)
-        self._idle: list[requests.Session] = []  # one for each request in flight: their connections stay open
-        self._outage: Future | None = None  # done when the service is back, or given up
+        self._idle: list[requests.Session] = []  # connections that stay open; a request in flight takes one out
+        self._outage: Future | None = None  # done when the service is back, or the patience has ended
         self._lock = threading.Lock()
-        self._random = random.Random()  # not the generator of the run
+        self._random = random.Random()  # does not change the random state of the run
 
     def get(self, path: str) -> bytes:
-        """The body of an answer.
+        """Sends a GET request and returns the body of the answer.
 
         Args:
             path: such as "/info".
 
         Raises:
-            OutageError: the service stayed away longer than the patience.
-            RuntimeError: the server failed, with what it said.
-            ValueError: the server refused the request, with what it said.
+            OutageError: an outage lasted longer than the patience.
+            RuntimeError: the server failed; with its error text.
+            ValueError: the server refused the request; with its error text.
         """
         return self._request("GET", path, None)
 
     def post(self, path: str, body: bytes) -> bytes:
-        """Sends a body, and gives that of the answer; raises what `get` raises.
+        """Sends a POST request and returns the body of the answer; raises the errors of `get`.
 
         Args:
             path: such as "/topk_logprobs".
@@ -147,12 +147,12 @@ class Service:
         """
         return self._request("POST", path, body)
 
-    def each(self, function: Callable[[Any], None], items: Iterable[Any]) -> None:
-        """Calls a function that sends requests for every item, `workers` of them at a time.
+    def for_each(self, function: Callable[[Any], None], items: Iterable[Any]) -> None:
+        """Calls a function for every item, in `workers` threads.
 
         Args:
-            function: called in threads; the first error ends the work and is raised.
-            items: taken in order.
+            function: sends requests; the first error stops all threads and is raised.
+            items: processed in order.
         """
         todo = deque(items)
 
@@ -160,7 +160,7 @@ class Service:
             while todo:
                 try:
                     item = todo.popleft()
-                except IndexError:  # another thread was quicker
+                except IndexError:  # another thread took the last one
                     return
                 try:
                     function(item)
@@ -172,44 +172,45 @@ class Service:
             future.result()
 
     def wait_until_ready(self, seconds: float) -> None:
-        """Returns when the service says that it is ready.
+        """Waits until /health answers.
 
         Args:
             seconds: to wait at most.
 
         Raises:
-            OutageError: it was not.
+            OutageError: it did not.
         """
         self._probe(seconds)
 
     def once(self, method: str, path: str, body: bytes | None = None, seconds: float | None = None) -> bytes:
-        """One try of a request.
+        """Sends a request without retries.
 
         Args:
             method: "GET" or "POST".
             path: such as "/info".
             body: from `pack`.
-            seconds: for the answer; timeout_s by default.
+            seconds: timeout; timeout_s by default.
 
         Raises:
-            Unavailable: no answer, or one that says "later".
-            RuntimeError: as `get`, or the answer is too long; likewise ValueError.
+            Unavailable: no answer, or one that asks for a retry.
+            RuntimeError: the server failed, or the answer is too long.
+            ValueError: the server refused the request.
         """
         try:
             session = self._idle.pop()
         except IndexError:
             session = requests.Session()
-            # a proxy in the environment is not for loopback; and .netrc must not replace the token, hence the auth
+            # no proxy of the environment for loopback; the auth callback keeps .netrc from replacing the token
             session.trust_env, session.auth = not self._local, self._authorize
         seconds = seconds or self.timeout_s
-        # in a thread: the timeout of a connection begins anew with every byte, also of a header that never ends
+        # in a thread: the timeout of requests starts anew with every byte, so a slow header would never time out
         exchange = background.start(self._exchange, session, method, path, body, seconds)
         try:
             answer, content = exchange.result(CONNECT_SECONDS + seconds)
         except (requests.ConnectionError, requests.Timeout, urllib3.exceptions.HTTPError) as error:
             self._idle.append(session)
             raise Unavailable(f"{type(error).__name__}: {error}") from error
-        except TimeoutError as error:  # the session stays with its thread
+        except TimeoutError as error:  # the session is still in use by its thread
             raise Unavailable(f"no answer within {seconds:g} s") from error
         self._idle.append(session)
         status = answer.status_code
@@ -217,7 +218,7 @@ class Service:
             raise RuntimeError(f"{method} {self.url}{path}: an answer of more than {self.max_answer} bytes")
         if status == 200:
             return bytes(content)
-        text = f"{method} {self.url}{path}: status {status}, {_said(content)}"
+        text = f"{method} {self.url}{path}: status {status}, {_error_text(content)}"
         if status in (429, 502, 503, 504):
             wait = answer.headers.get("Retry-After", "")
             raise Unavailable(text, busy=status in (429, 504), retry_after=float(wait) if wait.isdecimal() else 0.0)
@@ -226,9 +227,9 @@ class Service:
     def _exchange(
         self, session: requests.Session, method: str, path: str, body: bytes | None, seconds: float
     ) -> tuple[requests.Response, bytearray]:
-        """Sends a request and reads its answer, up to the first part that is too much."""
-        # a server that knows the first header does not compute what nobody waits for any more; and what is packed could
-        # be a thousand times as long as what comes
+        """Sends a request and reads its answer, until it exceeds `max_answer`."""
+        # X-Timeout-Ms: the server need not compute what nobody waits for. identity: compressed, a short answer could
+        # unpack to a thousand times its length
         headers = {"X-Timeout-Ms": str(int(1000 * seconds)), "Accept-Encoding": "identity"}
         headers |= {"Content-Type": self.content_type} if body else {}
         end = time.monotonic() + seconds
@@ -273,7 +274,7 @@ class Service:
             pause = min(2 * pause, PAUSES[1])
 
     def _wait(self) -> None:
-        """Until the service is back. The first thread that comes here looks out for it, and the others wait."""
+        """Waits until the service is back: the first thread polls, the others wait for it."""
         with self._lock:
             first = self._outage is None
             outage = self._outage = Future() if first else self._outage
@@ -310,7 +311,7 @@ class Service:
             print_main(f"{self.url} is ready after {time.monotonic() - start:.0f} s: going on", file=sys.stderr)
 
     def _sleep(self, seconds: float) -> None:
-        """About this long: the threads and ranks of a run, which fail together, should not come back together."""
+        """Sleeps with jitter: threads and ranks fail together, but should not retry together."""
         time.sleep(seconds * self._random.uniform(1.0, 1.3))
 
     def _given_up(self, seconds: float, error: Unavailable) -> OutageError:
@@ -320,9 +321,9 @@ class Service:
         )
 
 
-def _said(content: bytes | bytearray) -> str:
-    """The error text of a server."""
+def _error_text(content: bytes | bytearray) -> str:
+    """The error text in the answer of a server."""
     try:
-        return str(json.loads(content)["error"])[:MAX_SAID]
-    except (ValueError, KeyError, TypeError, RecursionError):  # not one of ours
-        return content[:MAX_SAID].decode(errors="replace")
+        return str(json.loads(content)["error"])[:MAX_ERROR_TEXT]
+    except (ValueError, KeyError, TypeError, RecursionError):  # not from our servers
+        return content[:MAX_ERROR_TEXT].decode(errors="replace")

@@ -1,4 +1,4 @@
-"""What the servers of rewards and of a teacher do with a request before they look at it, and if the model hangs."""
+"""What the reward server and the teacher server share: size limits of bodies, host names, a watchdog."""
 
 import os
 import sys
@@ -7,18 +7,18 @@ import time
 from collections.abc import AsyncIterator, Callable
 from urllib.parse import urlsplit
 
-DRAINED = 4  # times the limit of a body that are read and dropped: most clients read no answer while they send
+DRAINED = 4  # times the limit: so much of a body is read and dropped, since most clients first send, then read
 
 
-async def whole(parts: AsyncIterator[bytes], limit: int) -> bytes | None:
-    """All of a body, counted as it comes: one in chunks does not say its length.
+async def read_body(parts: AsyncIterator[bytes], limit: int) -> bytes | None:
+    """Reads a body of limited size; a chunked one does not announce its length.
 
     Args:
         parts: of the body.
         limit: bytes.
 
     Returns:
-        None if it is longer.
+        The body, or None if it is longer than the limit.
     """
     body, length = bytearray(), 0
     async for part in parts:
@@ -31,30 +31,23 @@ async def whole(parts: AsyncIterator[bytes], limit: int) -> bytes | None:
 
 
 def host_of(header: str) -> str | None:
-    """The name that a client called this machine by.
-
-    Args:
-        header: Host, with or without a port.
-
-    Returns:
-        In lower case, without brackets; None if there is none.
-    """
+    """The host name in a Host header, in lower case and without port and brackets; None if there is none."""
     try:
         return urlsplit(f"//{header}").hostname
-    except ValueError:  # brackets that do not match
+    except ValueError:  # unbalanced brackets
         return None
 
 
 def end_when_stuck(late: Callable[[], float], seconds: float, end: Callable[[int], None] = os._exit) -> None:
-    """Ends this process, with exit code 1, when its model has been at work for much too long; returns at once.
+    """Starts a watchdog that ends this process, with exit code 1, when its model hangs.
 
-    A thread that hangs cannot be stopped, and every answer would come too late for ever. Whoever watches the process
-    starts another one, and clients send again what was lost.
+    A hanging thread cannot be stopped, and all later answers would be too late. A supervisor restarts the process, and
+    clients retry.
 
     Args:
-        late: seconds for which nobody waits any more for what the model works at; below 0 while somebody does.
-        seconds: that are too many.
-        end: the process.
+        late: seconds since the last client stopped waiting for the current batch; below 0 while one waits.
+        seconds: limit of `late`.
+        end: ends the process with an exit code.
     """
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""What a run wants from a disk: a folder that no other run uses, and files that are what was written."""
+"""Files of a run: a lock on its folder, checksums, durable and readable writes."""
 
 import fcntl
 import os
@@ -12,22 +12,22 @@ from typing import IO
 
 from common.base.checks import require
 
-LOCK = ".lock"  # in the folder of a run; the kernel holds it for the process, so that a kill leaves none behind
+LOCK = ".lock"  # in the folder of a run; the kernel releases the lock when the process ends, however that happens
 READ_AT_ONCE = 2**24  # bytes
 
-_claimed: dict[Path, IO] = {}  # open as long as the process lives
-# a forked process would hold the lock, too, and may outlive a run that is killed; this process keeps it all the same
+_claimed: dict[Path, IO] = {}  # lock files, open until the process ends
+# a forked process would inherit the lock and may outlive a killed run; closing its copy does not release ours
 os.register_at_fork(after_in_child=lambda: [file.close() for file in _claimed.values()])
 
 
 def claim(out_dir: str | Path) -> None:
-    """Makes the folder of a run, and keeps it for this process.
+    """Creates the folder of a run and locks it for this process.
 
     Args:
         out_dir: of the run.
 
     Raises:
-        ValueError: another run uses it, or it cannot be written, or it is no name.
+        ValueError: another run uses it, it cannot be written, or it is empty or begins with ~.
     """
     require(
         str(out_dir).strip() != "" and not str(out_dir).startswith("~"),
@@ -41,7 +41,7 @@ def claim(out_dir: str | Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        file = os.fdopen(handle, "r+", encoding="utf-8")  # closed by the end of the process
+        file = os.fdopen(handle, "r+", encoding="utf-8")  # stays open until the process ends
     except OSError as error:
         raise ValueError(
             f"out_dir = {str(out_dir)!r}: it cannot be written ({error.strerror}); mend that, or give another out_dir"
@@ -89,28 +89,24 @@ def _crc32(path: Path) -> str:
 
 
 def remove(path: Path) -> None:
-    """Deletes a folder with all that is in it; of a symbolic link the link alone.
-
-    Args:
-        path: of the folder.
-    """
+    """Deletes a folder with its content; a symbolic link is deleted, not followed."""
     path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
 def append(path: Path, text: str) -> None:
-    """Adds text to the end of a file of a run.
+    """Appends text to a file of a run, which is created if it is absent.
 
     Args:
-        path: of the file; made if it is absent.
-        text: half characters in it are written as their codes.
+        path: of the file.
+        text: lone surrogates are written as escapes.
 
     Raises:
-        OSError: it could not be written; the message names the file, and says what to do.
+        OSError: it could not be written; the message names the file and the remedy.
     """
     try:
         with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
-    except OSError as error:  # what a write raises names no file
+    except OSError as error:  # a failed write does not name the file
         raise OSError(
             f"{path} could not be written, on which {free(path.parent)} is free: {error.strerror}; mend that, then run "
             "the same command: it goes on from its last checkpoint"
@@ -118,11 +114,7 @@ def append(path: Path, text: str) -> None:
 
 
 def free(folder: str | Path) -> str:
-    """Room on the disk of a folder, in words.
-
-    Args:
-        folder: on it.
-    """
+    """Free space on the disk of a folder, as text."""
     try:
         return f"{shutil.disk_usage(folder).free / 2**30:.1f} GiB"
     except OSError as error:
@@ -130,11 +122,7 @@ def free(folder: str | Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Makes a file, or the entries of a folder, survive a power cut.
-
-    Args:
-        path: of it.
-    """
+    """Flushes a file, or the entries of a folder, to disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,6 +1,6 @@
-"""Values as bytes and back, for what ranks tell one another: JSON, and safetensors for tensors.
+"""Serialization of values that ranks exchange: JSON, and safetensors for tensors.
 
-Not pickle: whoever reads a pickle runs whatever code it asks for.
+Not pickle, which can execute code when it is loaded.
 """
 
 import json
@@ -10,17 +10,17 @@ from typing import Any
 import safetensors.torch
 import torch
 
-HEAD = 8  # bytes that say how long the JSON is
+HEAD = 8  # bytes: length of the JSON
 
 
 def encode(value: Any) -> bytes:
-    """A value as bytes.
+    """Serializes a value.
 
     Args:
-        value: None, truth values, numbers, texts, paths, tensors, and lists, tuples and dicts of them.
+        value: None, bool, int, float, str, Path, Tensor, and lists, tuples and dicts of these.
 
     Raises:
-        TypeError: it holds anything else.
+        TypeError: it holds another type.
     """
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(_plain(value, tensors)).encode()
@@ -28,7 +28,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(body: bytes) -> Any:
-    """The value that `encode` was given; its tensors on the CPU.
+    """Deserializes a value; its tensors are on the CPU.
 
     Args:
         body: from `encode`.
@@ -38,7 +38,7 @@ def decode(body: bytes) -> Any:
 
 
 def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """What JSON can hold; of a tensor its name, and of all that is no list the kind."""
+    """A value as JSON: types that JSON lacks as {type: content}, tensors as {"tensor": name}."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):
@@ -51,7 +51,7 @@ def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return {"path": str(value)}
     if isinstance(value, torch.Tensor):
         name = str(len(tensors))
-        tensors[name] = value.detach().cpu().contiguous().clone()  # safetensors takes no two views of one memory
+        tensors[name] = value.detach().cpu().contiguous().clone()  # safetensors refuses shared memory
         return {"tensor": name}
     raise TypeError(f"{value!r:.80} of type {type(value).__name__} cannot be sent: send numbers, texts or tensors")
 

@@ -170,7 +170,7 @@ class RemoteTeacher:
                 room = limit
             parts[-1][1].append(i)
             start, room = start + len(completions[i]), room - size
-        self.service.each(ask, parts)
+        self.service.for_each(ask, parts)
 
         start = 0
         for micro in micros:
@@ -229,7 +229,7 @@ class RemoteTeacher:
                 )
             completions[start : start + len(own)] = [ids.tolist() for ids in tokens.split(lengths.tolist())]
 
-        self.service.each(ask, range(0, len(prompts), PROMPTS))
+        self.service.for_each(ask, range(0, len(prompts), PROMPTS))
         return completions
 
     def offload(self) -> float:

@@ -17,7 +17,7 @@ from common.distill import distillation
 from common.generation import batches, rollout
 from common.model import logprobs, models, sources
 from common.tasks.data import Example
-from common.training.offload import Offload
+from common.training.offload import Offloader
 
 # encoded by both tokenizers: digits, code, spaces, capitals, an accent as one character and as two, other scripts
 PROBE = "Is 12345+678 = 13023?\n\n  def f(x):\treturn x**2  # don't  caf\u00e9 cafe\u0301 \u4f60\u597d \u0416 A\u00a0b"
@@ -69,7 +69,7 @@ class LocalTeacher:
         self.forward = kind(self.model, temperature, compile)
         self._compile, self._samplers = compile, {}
         # the update needs the head while the rest may be offloaded
-        self.memory = Offload(self.model, keep=[] if tokens_only else list(output.parameters()))
+        self.memory = Offloader(self.model, keep=[] if tokens_only else list(output.parameters()))
 
     @property
     def weights(self) -> str:
@@ -139,11 +139,11 @@ class LocalTeacher:
         """Moves all but the head to CPU memory until `onload`; returns GiB freed."""
         for sampler in self._samplers.values():
             sampler.release()
-        return self.memory.off()
+        return self.memory.offload()
 
     def onload(self) -> None:
         """Moves back what `offload` moved."""
-        self.memory.on()
+        self.memory.onload()
 
 
 def agree(

@@ -106,8 +106,8 @@ class Sampler:
 
         Raises:
             FloatingPointError: the policy gave something that is not finite.
-            HopelessError: memory does not suffice for one group at a time; until then, fewer are decoded at once, which
-                gives the same completions.
+            FatalOutOfMemoryError: memory does not suffice for one group at a time; until then, fewer
+                are decoded at once, which gives the same completions.
             ValueError: the images are not those of the prompts; or as in `require_fit`.
         """
         self.require_fit(prompts)
@@ -145,10 +145,10 @@ class Sampler:
 
         parts = None
         while parts is None:
-            with memory.noticed() as failure:
+            with memory.catch_out_of_memory() as failure:
                 parts = _in_turn([decoder(i, share) for i, share in enumerate(shares)])
-            if failure:
-                self._shrink(group_size, max(map(len, shares)) * group_size, failure[0])
+            if failure.message:
+                self._shrink(group_size, max(map(len, shares)) * group_size, failure.message)
         home = self.replicas[0].device
         back = torch.tensor([k for share in shares for k in share]).argsort().to(home)  # to the order of the prompts
         tokens_BC, logps_BC = (
@@ -209,15 +209,15 @@ class Sampler:
     def _shrink(self, group_size: int, rows: int, failure: str) -> None:
         """After an out-of-memory error: halves the completions decoded at once, of `rows` at most."""
         self.release()
-        memory.free()
+        memory.empty_cache()
         planned = max((engine.rows for engine in filter(None, self.engines)), default=0)  # by memory, at most
         rows = min(rows, self.rollout_batch or rows, planned or rows)
         if rows <= group_size:
-            raise memory.HopelessError(f"not even the {group_size} completions of one prompt can be sampled at once "
-                                       f"({failure})", f"lower group_size; or {memory.REMEDIES}")  # fmt: skip
+            what = f"not even the {group_size} completions of one prompt can be sampled at once ({failure})"
+            raise memory.FatalOutOfMemoryError(what, f"lower group_size; or {memory.REMEDIES}")
         self.rollout_batch = max(group_size, rows // 2)
-        memory.say(f"out of memory while {rows} completions were sampled at once: now {self.rollout_batch}; set "
-                   f"rollout_batch to {self.rollout_batch} to begin with that")  # fmt: skip
+        change = f"now {self.rollout_batch}; set rollout_batch to {self.rollout_batch} to begin with that"
+        memory.print_with_rank(f"out of memory while {rows} completions were sampled at once: {change}")
 
     def release(self) -> None:
         """Frees the caches of all replicas until the next rollout, which then takes longer to begin."""

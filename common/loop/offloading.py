@@ -29,7 +29,7 @@ class Offloading:
         self.moves_optimizer = cfg.optimizer_offload == "rollout"
         self.teacher, self.optimizer, self.log = teacher, optimizer, log
         self.release = sampler.release_for_update  # copies on GPUs of their own keep their cache: they may be at work
-        self.replicas = [offload.Offload(replica) for replica in student.trained]
+        self.replicas = [offload.Offloader(replica) for replica in student.trained]
         if self.moves_models:
             teacher.offload()
 
@@ -42,13 +42,13 @@ class Offloading:
         with self.log.time("offload"):
             if self.release:
                 self.release()
-            self.log.add(offloaded_gib_student=sum(replica.off() for replica in self.replicas))
+            self.log.add(offloaded_gib_student=sum(replica.offload() for replica in self.replicas))
             self.teacher.onload()
         yield
         with self.log.time("offload"):
             self.log.add(offloaded_gib_teacher=self.teacher.offload())
             for replica in self.replicas:
-                replica.on()
+                replica.onload()
 
     @contextmanager
     def teacher_for_evaluation(self) -> Iterator[None]:

@@ -71,7 +71,7 @@ class Policy:
         self.tokenizer, self.model = models.load_policy(source, gpus.home, cfg.dtype, cfg.gradient_checkpointing,
                                                         lora.options(cfg))  # fmt: skip
         models.warn_learning_rate(cfg.learning_rate, self.model, **usual)
-        self.home, self.devices, self.sharded = gpus.home, gpus.trained, sharding.wanted(cfg)
+        self.home, self.devices, self.sharded = gpus.home, gpus.trained, sharding.enabled(cfg)
         replicas = models.replicate(self.model, (*gpus.trained, *gpus.copies), len(gpus.trained))
         self.trained, self.copies = replicas[: len(gpus.trained)], replicas[len(gpus.trained) :]
         self.samplers, self.whole, self.outdated = [replicas[i] for i in gpus.sampling], self.model, True

@@ -13,7 +13,7 @@ from common.generation.batches import RolloutBatch
 from common.loop.policy import Policy
 from common.model.images import Images
 from common.planning import plan
-from common.run import checkpoint, guards, metrics, profiling
+from common.run import checkpoint, guards, interrupts, metrics, profiling
 from common.tasks import data
 from common.tasks.data import Example, PromptStream
 from common.training.optim import AdamW
@@ -99,7 +99,7 @@ class Run:
         self.watch = guards.Watch(self.limits, cfg, self.log, done)
         self.start = self.done = done
         self.position = position
-        self.pending = checkpoint.unscored(self.checkpoint, policy.home, cfg)
+        self.pending = checkpoint.pending_rollout(self.checkpoint, policy.home, cfg)
         return self.prompts
 
     @contextmanager
@@ -111,9 +111,9 @@ class Run:
         """
         cfg = self.cfg
         with (
-            checkpoint.stop_on_signal() as self._signals,
+            interrupts.stop_on_signal() as self._signals,
             profiling.trace(cfg.out_dir, cfg.profile) as self._end_profiled_step,
-            checkpoint.save_on_outage(lambda: self.save(self.batch)),
+            interrupts.save_on_outage(lambda: self.save(self.batch)),
         ):
             yield
         self.log.close()
@@ -129,13 +129,13 @@ class Run:
 
     @contextmanager
     def phase(self, name: str, collective: bool = False) -> Iterator[None]:
-        """Times a phase of a step, and ends it on all ranks if it fails on one; see `distributed.together`.
+        """Times a phase of a step, and ends it on all ranks if it fails on one; see `distributed.share_errors`.
 
         Args:
             name: of the phase; its metric is `seconds_<name>`.
             collective: whether the block communicates with other ranks.
         """
-        with self.log.time(name), distributed.together(name, collective):
+        with self.log.time(name), distributed.share_errors(name, collective):
             yield
 
     def take_pending(self, images: Images | None = None) -> RolloutBatch | None:

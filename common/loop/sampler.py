@@ -116,7 +116,7 @@ def evaluate(cfg: Any, sampler: Sampler, scorer: Scorer, examples: Sequence[Exam
         examples: of this rank.
     """
     rewards_E, size = [], cfg.batch_size * cfg.group_size
-    with distributed.together("evaluate"):
+    with distributed.share_errors("evaluate"):
         for part in [examples[i : i + size] for i in range(0, len(examples), size)]:
             rewards_E.append(scorer.score(part, sampler.sample_one(part, temperature=0)).rewards)
     return metrics.mean_scored(rewards_E)
@@ -148,14 +148,14 @@ def resample(
     """
     replaced = 0
     with log.time("resample"):
-        with distributed.together("score"):
+        with distributed.share_errors("score"):
             scored: Scored = scoring.result()
         for _ in range(cfg.dynamic_sampling):
             equal_P = advantages.equal_groups(scored.rewards.view(-1, cfg.group_size))
             places, numbers = prompts.replace(examples_P, equal_P.tolist())
             if not distributed.any_rank(bool(places)):
                 break
-            with distributed.together("resample"):
+            with distributed.share_errors("resample"):
                 if places:
                     new_P = [examples_P[place] for place in places]
                     rows = [place * cfg.group_size + g for place in places for g in range(cfg.group_size)]

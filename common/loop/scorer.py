@@ -11,7 +11,7 @@ from common.generation.batches import RolloutBatch
 from common.maths import advantages
 from common.model import sources
 from common.model.reward_models import RewardModel
-from common.run import checkpoint
+from common.run import checkpoint, interrupts
 from common.tasks import data, rewards
 from common.tasks.data import Example
 from common.tasks.reward_client import RewardService
@@ -79,7 +79,7 @@ def find_service(cfg: Any, resumed: Path | None) -> RewardService:
         resumed: checkpoint; unless `allow_reward_change` is set, the service must be the one it was saved with.
     """
     fingerprint = None if cfg.allow_reward_change else checkpoint.notes(resumed).get("reward_service")
-    with checkpoint.save_on_outage(), distributed.together("find the reward service"):
+    with interrupts.save_on_outage(), distributed.share_errors("find the reward service"):
         return RewardService(cfg.reward_url, patience_s=cfg.reward_patience, fingerprint=fingerprint)
 
 

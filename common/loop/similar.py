@@ -46,7 +46,7 @@ class SimilarityGroups:
             resumed: checkpoint; an automatic threshold goes on from it.
         """
         self.cfg = cfg
-        with distributed.together("similarity model"):
+        with distributed.share_errors("similarity model"):
             self.embed = Embedder(fetch(cfg.embedding_model), gpus.embedder, cfg.similarity_max_tokens,
                                   cfg.similarity_batch, cfg.similarity_offload)  # fmt: skip
         quantiles = checkpoint.notes(resumed).get("cosine_quantiles", ())
@@ -66,7 +66,7 @@ class SimilarityGroups:
         Returns:
             Gives embeddings [P, G, D] fp32.
         """
-        with distributed.together("similarity model"):
+        with distributed.share_errors("similarity model"):
             self.embed.load()  # not in the thread: loading changes torch's default dtype for all of them
         embedding = background.start(embed_responses, scoring, self.embed, self.cfg)
         if self.cfg.similarity_offload:  # where memory is short, it has the GPU to itself
@@ -88,7 +88,7 @@ class SimilarityGroups:
             [A, G, G].
         """
         with log.time("similarity"):
-            with distributed.together("similarity"):
+            with distributed.share_errors("similarity"):
                 embeddings_PGD = embedding.result()
             clusters = cluster(self.cfg, rewards_PG, embeddings_PGD, self.threshold)
         log.add(embedding_seconds=self.embed.seconds, **similarity.cluster_stats(*clusters[1:]))

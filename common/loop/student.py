@@ -17,7 +17,7 @@ from common.loop.sampler import Sampler
 from common.loop.scorer import collate
 from common.loop.trainer import Counts, Stats
 from common.model import logprobs
-from common.run import checkpoint
+from common.run import checkpoint, interrupts
 from common.tasks import rewards
 from common.tasks.data import Example, PromptStream
 from common.tasks.rewards import Scored
@@ -88,7 +88,7 @@ def load_teacher(cfg: Any, gpus: devices.Layout, student: Student, resumed: Path
         student: must have the same tokenizer.
         resumed: checkpoint; the teacher must be the one that the run began with.
     """
-    with checkpoint.save_on_outage(), distributed.together("load the teacher"):
+    with interrupts.save_on_outage(), distributed.share_errors("load the teacher"):
         if cfg.teacher_url:
             teacher = teacher_client.RemoteTeacher(
                 cfg.teacher_url, top_k=cfg.teacher_top_k, temperature=cfg.loss_temperature,
@@ -231,10 +231,10 @@ def evaluate(
     def stats_of(batch: RolloutBatch) -> Iterator[tuple[RolloutBatch, Stats]]:
         (micros,) = batch.minibatches(1, cfg.micro_batch_tokens, student.packed)
         teacher.fill(micros, cfg.micro_batch_tokens)
-        yield from memory.each(micros, lambda micro: loss(student, micro, cfg, Counts())[1])
+        yield from memory.map_with_halving(micros, lambda micro: loss(student, micro, cfg, Counts())[1])
 
     size = cfg.batch_size * cfg.group_size
-    with distributed.together("evaluate"), offloading.teacher_for_evaluation():
+    with distributed.share_errors("evaluate"), offloading.teacher_for_evaluation():
         for part in [examples[i : i + size] for i in range(0, len(examples), size)]:
             rewards_E = scorer.score(part, sampler.sample_one(part, temperature=0)).rewards
             add("reward", rewards_E.nansum(), int((~rewards_E.isnan()).sum()))

@@ -93,7 +93,7 @@ class Trainer:
             self.cfg.num_minibatches, self.tokens, self.policy.packed, in_turn=in_turn, devices=devices
         )
         if self.policy.sharded:
-            sharding.even(minibatches)
+            sharding.pad_micro_batches(minibatches)
         return minibatches
 
     def forward_backward(self, minibatch: list[RolloutBatch], loss: Callable) -> bool:
@@ -119,7 +119,7 @@ class Trainer:
             log.add(stats.weight, **stats.means)
 
         policy.refresh_trained()
-        with distributed.together("update", policy.sharded):
+        with distributed.share_errors("update", policy.sharded):
             images = minibatch[0].images
             if images:  # features of the present weights, if the vision tower is trained
                 images.refresh(policy.whole, torch.cat([micro.images.prompts for micro in minibatch]))

@@ -233,7 +233,7 @@ def fill(
             whose policy trains its tower.
 
     Raises:
-        HopelessError: memory does not suffice for a single sequence.
+        FatalOutOfMemoryError: memory does not suffice for a single sequence.
     """
     policies, devices = ([policy], [device]) if isinstance(policy, nn.Module) else (policy, device)
     sharded = any(isinstance(p, DTensor) for p in policies[0].parameters())  # ranks must run equally many passes
@@ -289,15 +289,16 @@ class _ForwardPass:
         """Output of the policy for each micro-batch, [m, C, ...]; splits if memory runs out."""
         rows = [len(micro.prompt_ids) for micro in self.micros]
         if sum(rows) <= getattr(self.policy, "most_rows", math.inf):  # set after a failure
-            with memory.noticed() as failure:
+            with memory.catch_out_of_memory() as failure:
                 return list(self._forward(inputs).split(rows))
-            memory.free()
+            memory.empty_cache()
             if sum(rows) == 1 or not self.can_split:
-                what = f"a forward pass of {sum(rows)} sequences, {self.micros[0].size} tokens ({failure[0]})"
+                what = f"a forward pass of {sum(rows)} sequences, {self.micros[0].size} tokens ({failure.message})"
                 fewer = "" if sum(rows) == 1 else "lower micro_batch_tokens; or "
-                raise memory.HopelessError(what, fewer + memory.REMEDIES)
+                raise memory.FatalOutOfMemoryError(what, fewer + memory.REMEDIES)
             self.policy.most_rows = sum(rows) // 2
-            memory.say(f"out of memory in a forward pass of {sum(rows)} sequences: now {sum(rows) // 2} at once")
+            text = f"out of memory in a forward pass of {sum(rows)} sequences: now {sum(rows) // 2} at once"
+            memory.print_with_rank(text)
         if len(rows) > 1:
             middle = len(rows) // 2
             halves = [dataclasses.replace(self, micros=part) for part in (self.micros[:middle], self.micros[middle:])]

@@ -1,4 +1,4 @@
-"""The GPUs of a machine: as nvidia-smi knows them, and as a process sees them behind CUDA_VISIBLE_DEVICES."""
+"""The GPUs of a machine as nvidia-smi lists them, and as a process sees them through CUDA_VISIBLE_DEVICES."""
 
 import os
 import re
@@ -13,12 +13,12 @@ from common.base.devices import GIB
 GPU_QUERY = "--query-gpu=index,uuid,pci.bus_id,memory.total,memory.free,driver_version,name"
 APP_QUERY = "--query-compute-apps=gpu_uuid,pid,used_memory,process_name"
 FORMAT = "--format=csv,noheader,nounits"  # memory in MiB
-HIDES = ("", "-1", "none", "nodevfiles")  # values of CUDA_VISIBLE_DEVICES that are used to show no GPU
+HIDES = ("", "-1", "none", "nodevfiles")  # common values of CUDA_VISIBLE_DEVICES that hide all GPUs
 
 
 @dataclass(frozen=True)
 class Row:
-    """A GPU as nvidia-smi knows it; bytes are 0 where it does not say."""
+    """A GPU as nvidia-smi lists it; bytes are 0 if unknown."""
 
     index: str
     uuid: str
@@ -30,14 +30,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Machine:
-    """What nvidia-smi says.
+    """The answer of nvidia-smi.
 
     Attributes:
-        rows: the GPUs of the machine, or of the container.
-        slices: index of the GPU and name of the profile, by UUID of a MIG slice.
-        users: process id, bytes (0: unknown) and name of the processes on a GPU, by its UUID.
+        rows: GPUs of the machine, or of the container.
+        slices: by UUID of a MIG slice: index of the GPU and name of the profile.
+        users: by UUID of a GPU: process id, bytes (0: unknown) and name of each process on it.
         driver: version; "" without nvidia-smi.
-        error: why nvidia-smi gave no answer.
+        error: why nvidia-smi failed.
     """
 
     rows: tuple[Row, ...] = ()
@@ -53,13 +53,13 @@ class Card:
 
     Attributes:
         number: of `cuda:number` in the process.
-        physical: number in nvidia-smi, with the profile of a MIG slice; "?" if unknown.
+        physical: index in nvidia-smi, with the profile of a MIG slice; "?" if unknown.
         uuid: "GPU-..." or "MIG-...".
         bus: PCI address.
-        name: of the model.
+        name: product name.
         total: bytes.
-        free: bytes, before this process took any.
-        users: other processes on it, in words.
+        free: bytes, before this process allocated any.
+        users: other processes on it, one line each.
     """
 
     number: int
@@ -72,14 +72,14 @@ class Card:
     users: tuple[str, ...] = ()
 
 
-def ask() -> Machine:
-    """Runs nvidia-smi; without it the answer is empty."""
+def query() -> Machine:
+    """Runs nvidia-smi; returns an empty answer if it is not installed."""
     if not shutil.which("nvidia-smi"):
         return Machine()
     answers = []
-    for query in ([GPU_QUERY, FORMAT], [APP_QUERY, FORMAT], ["-L"]):
+    for arguments in ([GPU_QUERY, FORMAT], [APP_QUERY, FORMAT], ["-L"]):
         try:
-            run = subprocess.run(["nvidia-smi", *query], capture_output=True, text=True, timeout=30, check=False)
+            run = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=False)
         except subprocess.TimeoutExpired:
             return Machine(error="no answer within 30 s")
         if run.returncode:
@@ -89,12 +89,12 @@ def ask() -> Machine:
 
 
 def parse(gpus: str, apps: str, listing: str) -> Machine:
-    """Reads the answers of nvidia-smi.
+    """Parses the output of nvidia-smi.
 
     Args:
-        gpus: to GPU_QUERY.
-        apps: to APP_QUERY.
-        listing: to -L, where MIG slices stand below their GPU.
+        gpus: output for GPU_QUERY.
+        apps: output for APP_QUERY.
+        listing: output for -L, which lists MIG slices below their GPU.
     """
     fields = [line.split(", ", 6) for line in gpus.splitlines() if line.count(", ") >= 6]
     rows = tuple(Row(f[0], f[1], f[2].upper(), f[6].strip(), _bytes(f[3]), _bytes(f[4])) for f in fields)
@@ -116,14 +116,14 @@ def _bytes(mib: str) -> int:
     return int(mib) * 2**20 if mib.strip().isdigit() else 0  # "[N/A]" in some containers and for MIG
 
 
-def collect(machine: Machine) -> list[Card]:
-    """The GPUs that this process sees, in its order.
+def visible(machine: Machine) -> list[Card]:
+    """The GPUs that this process sees, by number.
 
     Args:
-        machine: from `ask`; other processes are those that were there then.
+        machine: from `query`, which also knows the other processes.
 
     Raises:
-        RuntimeError: CUDA does not start.
+        RuntimeError: CUDA cannot be initialized.
     """
     cards = []
     for number in range(torch.cuda.device_count()):
@@ -137,7 +137,7 @@ def collect(machine: Machine) -> list[Card]:
         if f"MIG-{seen.uuid}" in machine.slices:
             uuid = f"MIG-{seen.uuid}"
             physical = "{} MIG {}".format(*machine.slices[uuid])
-        # nvidia-smi costs no memory; asked of CUDA, it takes some itself. Only CUDA knows that of a slice
+        # mem_get_info creates a CUDA context, which takes memory; but only CUDA knows the memory of a MIG slice
         whole = row is not None and row.total and seen.total_memory > 0.9 * row.total
         free, total = (row.free, row.total) if whole else torch.cuda.mem_get_info(number)
         cards.append(Card(number, physical, uuid, bus, seen.name, total, free, _others(machine, row)))
@@ -154,14 +154,14 @@ def _others(machine: Machine, row: Row | None) -> tuple[str, ...]:
 
 
 def resolve(visible: str | None, machine: Machine) -> tuple[list[str], str]:
-    """What CUDA makes of CUDA_VISIBLE_DEVICES.
+    """How CUDA reads CUDA_VISIBLE_DEVICES.
 
     Args:
         visible: its value; None: it is not set.
-        machine: with the GPUs there are.
+        machine: from `query`.
 
     Returns:
-        UUIDs of the GPUs that are shown, in the order of their numbers; and what is wrong with the list, or "".
+        UUIDs of the visible GPUs by number, and what is wrong with the list, or "".
     """
     by_index = {row.index: row.uuid for row in machine.rows}
     if visible is None:
@@ -170,7 +170,7 @@ def resolve(visible: str | None, machine: Machine) -> tuple[list[str], str]:
     for entry in [] if visible.strip().lower() in HIDES else [part.strip() for part in visible.split(",")]:
         if entry in by_index:
             named = [by_index[entry]]
-        else:  # the beginning of a UUID suffices
+        else:  # a prefix of a UUID is allowed
             uuids = (*by_index.values(), *machine.slices)
             named = [uuid for uuid in uuids if entry.startswith(("GPU-", "MIG-")) and uuid.startswith(entry)]
         if len(named) != 1:
@@ -181,14 +181,14 @@ def resolve(visible: str | None, machine: Machine) -> tuple[list[str], str]:
     return shown, ""
 
 
-def hidden(visible: str | None, machine: Machine, found: int, built: str | None) -> str:
-    """Why a process does not see the GPUs that it could, or that it is told to.
+def why_hidden(visible: str | None, machine: Machine, found: int, built: str | None) -> str:
+    """Why a process does not see the GPUs of the machine, or those of CUDA_VISIBLE_DEVICES.
 
     Args:
         visible: CUDA_VISIBLE_DEVICES; None: it is not set.
-        machine: from `ask`.
-        found: GPUs that torch sees.
-        built: CUDA version of torch; None: built without.
+        machine: from `query`.
+        found: number of GPUs that torch sees.
+        built: CUDA version of torch; None: built without CUDA.
 
     Returns:
         Value, rule, remedy; "" if nothing is wrong.

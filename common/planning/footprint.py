@@ -1,9 +1,9 @@
-"""What each part of a run takes of a GPU's memory, in bytes, from the shape of the model and the settings.
+"""Memory of each part of a run on each GPU, in bytes, from the shape of the model and the settings.
 
-The factors at the top say what cannot be counted: what layers keep and need while they compute. They are derived, not
-fitted; tests/test_plan.py compares them with what autograd keeps, and plans made with them with measured peaks.
+The factors at the top estimate activations and temporary tensors. They are derived, not fitted; tests/test_plan.py
+compares them with the tensors that autograd saves, and plans with measured peaks.
 
-Dims: H hidden size, I inner size of the feed-forward part, T new tokens and G completions of a prompt.
+Dims: H hidden size, I intermediate size of the MLP, T new tokens and G completions of a prompt.
 """
 
 import dataclasses
@@ -23,56 +23,66 @@ from common.training import optim
 
 Roles = Mapping[str, tuple[int, ...]]  # GPU numbers by role, as `layouts.roles` gives them
 PASSES = ("loss", "backward", "reduce")  # phases of a forward and backward pass, see `Gpu.parts`
+# Value of an option that a script does not have: the feature is off
+ABSENT = dict(lora_rank=0, load_bits=0, fsdp=False, optimizer_offload="none", param_offload=False, freeze_vision=False,
+              kl_coef=0, epochs=1, max_images=0, max_pixels=0,
+              embedding_model="ngrams")  # fmt: skip
+
+
+def option(cfg: Any, name: str) -> Any:
+    """The value of an option, or that of `ABSENT` if the script does not have it.
+
+    Args:
+        cfg: Config of a script.
+        name: a key of `ABSENT`.
+    """
+    return getattr(cfg, name, ABSENT[name])
 
 
 @dataclasses.dataclass(frozen=True)
 class PerToken:
-    """Numbers in the dtype of the model that a decoder layer has for each token, as multiples of its widths."""
+    """Elements that a decoder layer holds per token, in the dtype of the model, as multiples of its widths."""
 
-    hidden: float  # of H
-    queries: float  # of the width of all query heads, H as a rule
-    keys: float  # of the width of all keys and values
-    inner: float  # of I
+    hidden: float  # times H
+    queries: float  # times the width of all query heads, usually H
+    keys: float  # times the width of all keys and values
+    inner: float  # times I
 
     def of(self, shape: shapes.Shape) -> float:
-        """Numbers per token and layer.
-
-        Args:
-            shape: of the model.
-        """
+        """Elements per token and layer of a model."""
         widths = shape.hidden, shape.queries, shape.keys, shape.inner
         return sum(a * b for a, b in zip(dataclasses.astuple(self), widths, strict=True))
 
 
-# What a layer keeps for its backward pass. Plain PyTorch: of each norm the input in fp32 (2 H) and the rounded result
-# (H) that its weight multiplies; the inputs of the projections (2 H); q, k, v and the output of attention; gate, its
-# activation, up and their product (4 I). With adapters norms have no gradient, so no rounded results.
-# Compiled: both residual inputs, both norms' outputs (4 H), gate, up and product (3 I); the rest is computed again.
+# Tensors that a layer saves for its backward pass. Eager: per norm the input in fp32 (2 H) and the rounded result (H)
+# that its weight multiplies; the inputs of the projections (2 H); q, k, v and the output of attention; gate, its
+# activation, up and their product (4 I). With LoRA norms have no gradient, so their rounded results are not saved.
+# Compiled: both residual inputs, the outputs of both norms (4 H), gate, up and product (3 I); the rest is recomputed.
 EAGER, EAGER_LORA = PerToken(8, 2, 1, 4), PerToken(6, 2, 1, 4)
 COMPILED, COMPILED_LORA = PerToken(4, 2, 1, 3), PerToken(4, 2, 1, 3)
-BACKWARD = PerToken(6, 0, 0, 3)  # at work in the backward pass of a layer: gradients of those, norms in fp32
-FORWARD = PerToken(4, 0, 0, 3)  # at work in a pass without gradients
-SAMPLED_LOGITS = 4  # fp32 copies of logits alive at once where tokens are drawn, as the engine counts them
-LOGITS, COMPILED_LOGITS = 3.3, 1.8  # the same of a chunk in a loss
-PAIRED_LOGITS, COMPILED_PAIRED = 4.0, 3.0  # with those of a teacher beside them
-EMBEDDER = 567_754_752  # parameters of BAAI/bge-m3, for any that is not a folder
-WORKSPACE = GIB // 4  # of cuBLAS, and of CUDA graphs besides logits
-BYTES = {4: 0.516, 8: 1.01}  # per weight held in so many bits, scales included
-STREAMED_BUCKETS = 3  # of an optimizer state in CPU memory, on the GPU at once: one comes, one is used, one goes
-USABLE = 0.95  # of a GPU's free memory: the rest goes to CUDA, NCCL and what is free in pieces too small to use
+BACKWARD = PerToken(6, 0, 0, 3)  # temporaries of a layer's backward pass: gradients of these, norms in fp32
+FORWARD = PerToken(4, 0, 0, 3)  # temporaries of a layer in a pass without gradients
+SAMPLED_LOGITS = 4  # fp32 copies of logits alive at once while sampling, as the engine counts them
+LOGITS, COMPILED_LOGITS = 3.3, 1.8  # the same for a chunk of the loss
+PAIRED_LOGITS, COMPILED_PAIRED = 4.0, 3.0  # with the logits of a teacher
+EMBEDDER = 567_754_752  # parameters of BAAI/bge-m3, assumed for an embedder that is not a local folder
+WORKSPACE = GIB // 4  # of cuBLAS and CUDA graphs, without logits
+BYTES = {4: 0.516, 8: 1.01}  # per weight quantized to so many bits, scales included
+STREAMED_BUCKETS = 3  # of an offloaded optimizer state on the GPU at once: uploaded, in use, downloaded
+USABLE = 0.95  # share of a GPU's free memory: the rest goes to CUDA, NCCL and fragmentation
 
 
 @dataclasses.dataclass
 class Gpu:
-    """Bytes on one GPU by what they are for.
+    """Bytes on one GPU by purpose.
 
     Attributes:
-        always: what is there all the time.
-        phases: what each phase has on top of that.
+        always: in every phase.
+        phases: of each phase, in addition.
         groups: prompts whose completions the GPU would sample at once; 0: it does not sample.
-        cache: of the completions of one prompt.
-        logits: of these.
-        copy: of weights that adapters are merged into; in CPU memory if they would take much of what is free.
+        cache: KV cache for the completions of one prompt.
+        logits: for the completions of one prompt.
+        copy: copy of the weights that adapters are merged into; in CPU memory if it would take much of the free memory.
     """
 
     always: Counter = dataclasses.field(default_factory=Counter)
@@ -83,26 +93,26 @@ class Gpu:
     copy: int = 0
 
     def add(self, phase: str, **parts: float) -> None:
-        """Adds parts to a phase, or to what is always there; "_" in their names are spaces."""
+        """Adds bytes to a phase, or to `always`; "_" in names become spaces."""
         to = self.always if phase == "always" else self.phases.setdefault(phase, Counter())
         for name, number in parts.items():
             to[name.replace("_", " ")] += math.ceil(number)
 
     def at_once(self, capacity: float = math.inf) -> int:
-        """Prompts whose completions are sampled at the same time; the others wait for their turn.
+        """Prompts whose completions are sampled at once; the others are queued.
 
         Args:
-            capacity: bytes that the run can have.
+            capacity: bytes available to the run.
         """
         if not self.groups:
             return 0
         return max(1, min(self.groups, self.room(capacity)))
 
     def room(self, capacity: float) -> int:
-        """Prompts whose completions the memory holds, by the rule of the engine; 0: not even those of one.
+        """Prompts whose completions fit into memory at once, by the rule of the engine; 0: not even those of one.
 
         Args:
-            capacity: bytes that the run can have.
+            capacity: bytes available to the run.
         """
         if capacity == math.inf:
             return self.groups
@@ -110,20 +120,20 @@ class Gpu:
         return int(max(0, min(0.9 * (capacity - base), USABLE * capacity - base)) // (self.cache + self.logits))
 
     def copied(self, capacity: float = math.inf) -> int:
-        """Bytes of `copy` that are on the GPU: all or none.
+        """Bytes of `copy` on the GPU: all or none.
 
         Args:
-            capacity: bytes that the run can have.
+            capacity: bytes available to the run.
         """
         return self.copy if self.copy <= merging.GPU_COPY_SHARE * (capacity - self.always.total()) else 0
 
     def parts(self, phase: str, capacity: float = math.inf) -> Counter:
-        """Bytes of a phase by what they are for, without what is always there.
+        """Bytes of a phase by purpose, without `always`.
 
         Args:
-            phase: "rollout"; "score", "reference" and "teacher", passes without gradients; "similarity"; "loss", when
-                the backward pass begins; "backward", in its first layer; "reduce", in its last; "step", of AdamW.
-            capacity: bytes that the run can have.
+            phase: "rollout"; "score", "reference" and "teacher", passes without gradients; "similarity"; "loss", at the
+                start of the backward pass; "backward", in its first layer; "reduce", in its last; "step", of AdamW.
+            capacity: bytes available to the run.
         """
         parts, groups = Counter(self.phases.get(phase, {})), self.at_once(capacity)
         if phase == "rollout":
@@ -134,70 +144,66 @@ class Gpu:
         return +parts
 
     def peak(self, capacity: float = math.inf) -> int:
-        """Bytes of the phase that takes most.
+        """Bytes in the phase with the most.
 
         Args:
-            capacity: bytes that the run can have; unbounded: all completions are sampled at once.
+            capacity: bytes available to the run; infinite: all completions are sampled at once.
         """
         return self.always.total() + max((self.parts(phase, capacity).total() for phase in self.phases), default=0)
 
 
 class Run:
-    """Settings of a run in the numbers that memory depends on; everything per process."""
+    """The sizes of a run that memory depends on, per process, and the memory of its parts."""
 
     def __init__(
         self, cfg: Any, shape: shapes.Shape, ranks: int, longest: int, visual_tokens: int | None, on_gpu: bool
     ):
-        """Reads a Config; fields that it lacks are as if they had their defaults.
+        """Derives the sizes from a Config.
 
         Args:
             cfg: of a training script.
-            shape: of the model that is trained.
+            shape: of the trained model.
             ranks: processes of the run.
             longest: tokens of the longest prompt.
-            visual_tokens: of the prompt with most, for a model that sees images; None: the most that can be.
+            visual_tokens: most image tokens of a prompt, for a vision-language model; None: the limit of the options.
             on_gpu: whether the run is on GPUs.
         """
-
-        def option(name: str, default: Any) -> Any:
-            return getattr(cfg, name, default)
-
         self.cfg, self.shape, self.longest = cfg, shape, longest
         dtype = {"auto": "bf16" if on_gpu else "fp32"}.get(cfg.dtype, cfg.dtype)
-        self.size = 4 if dtype == "fp32" else 2  # bytes of a number
+        self.size = 4 if dtype == "fp32" else 2  # bytes per element
         self.compiled, self.shares_prompts = cfg.compile and on_gpu, on_gpu and self.size == 2
         self.prompts = max(1, cfg.batch_size // ranks)
         self.rows = self.prompts * cfg.group_size
         self.sequence = longest + cfg.max_new_tokens
-        self.optimizer_steps = cfg.num_minibatches * option("epochs", 1)
-        self.has_kl = option("kl_coef", 0) > 0
+        self.optimizer_steps = cfg.num_minibatches * option(cfg, "epochs")
+        self.has_kl = option(cfg, "kl_coef") > 0
         self.visual = 0
         if shape.levels:
-            most = option("max_images", 0) * option("max_pixels", 0) // 28**2
+            most = option(cfg, "max_images") * option(cfg, "max_pixels") // 28**2
             self.visual = min(longest, most if visual_tokens is None else visual_tokens)
 
-        self.rank, self.bits = option("lora_rank", 0), option("load_bits", 0)
+        self.rank, self.bits = option(cfg, "lora_rank"), option(cfg, "load_bits")
         self.shards = ranks if distributed.shards(cfg) else 1
-        frozen = shape.vision if option("freeze_vision", False) else 0
+        frozen = shape.vision if option(cfg, "freeze_vision") else 0
         self.trained = shape.per_rank * self.rank if self.rank else shape.params - frozen
         linear = shape.linear * (BYTES[self.bits] if self.bits else self.size)
         self.weights = (shape.params - shape.linear) * self.size + linear + (self.trained * self.size * (self.rank > 0))
         self.merged = shape.adapted * self.size if self.rank and not self.bits else 0
-        masters = 4 if self.size == 2 and self.shards == 1 else 0  # sharded weights are fp32, their own masters
+        masters = 4 if self.size == 2 and self.shards == 1 else 0  # sharded weights are fp32 and need no master copy
         self.state = (masters + 8) * self.trained / self.shards
 
-        # a teacher in this process; full: its hidden states are compared, else log-probabilities of tokens alone
+        # a teacher in this process; full: the loss takes its hidden states, else only log-probabilities of tokens
         self.distilled = hasattr(cfg, "teacher_model")
         self.teacher = shapes.of(cfg.teacher_model) if self.distilled and not cfg.teacher_url else None
         self.full = self.teacher is not None and cfg.loss != "opd"
-        self.offload, self.param_offload = option("optimizer_offload", "none"), option("param_offload", False)
+        self.offload, self.param_offload = option(cfg, "optimizer_offload"), option(cfg, "param_offload")
         self.host = self.state if self.offload != "none" else 0  # bytes of pinned CPU memory
         if self.param_offload:
             body = self.teacher.params - self.teacher.head * self.full if self.teacher else 0
             self.host += self.weights + body * self.size
 
     def add(self, gpus: dict[int, Gpu], process: Roles) -> None:
-        """Adds what one process takes.
+        """Adds the memory of one process.
 
         Args:
             gpus: by number.
@@ -207,23 +213,23 @@ class Run:
         for i in own:
             self._weights(gpus[i])
             self._update(gpus[i], len(own))
-        self._optimizer(gpus[own[0]])  # of several GPUs in one process on the first
+        self._optimizer(gpus[own[0]])  # with several GPUs per process, on the first
         self._rollout(gpus, own, process.get("rollout", own))
         self._frozen(gpus, process)
         if self.teacher:
             self._teacher(gpus, own, process["teacher"])
 
     def minibatch(self, num_gpus: int) -> int:
-        """Tokens at most of an optimizer step on one GPU.
+        """Most tokens of an optimizer step on one GPU.
 
         Args:
-            num_gpus: of one process, that share its part of the step.
+            num_gpus: of one process, which divide its part of the step.
         """
         return -(-self.rows // (self.cfg.num_minibatches * num_gpus)) * self.sequence
 
     def _weights(self, gpu: Gpu) -> None:
-        """Of the model that is trained."""
-        # an idle student waits in CPU memory while the teacher works
+        """Weights of the trained model."""
+        # an idle student is in CPU memory while the teacher works
         for phase in ("rollout", "score", *PASSES, "step") if self.param_offload else ("always",):
             gpu.add(phase, weights=self.weights if self.shards == 1 else 4 * self.shape.params / self.shards)
         if self.shards > 1:
@@ -233,13 +239,13 @@ class Run:
             gpu.add("always", image_features=numbers * self.size)
 
     def _update(self, gpu: Gpu, num_gpus: int) -> None:
-        """Forward and backward passes on one of several GPUs."""
+        """Forward and backward passes on one of `num_gpus` GPUs."""
         cfg, shape, size = self.cfg, self.shape, self.size
         minibatch = self.minibatch(num_gpus)
         tokens = max(self.sequence, min(cfg.micro_batch_tokens, minibatch))
         if (self.has_kl or self.optimizer_steps > 1) and (not self.distilled or cfg.loss == "opd"):
-            gpu.add("score", **self._forward(shape, num_gpus))  # log-probabilities that do not come with the loss
-        # of a minibatch that is one micro-batch, gradients come as activations go
+            gpu.add("score", **self._forward(shape, num_gpus))  # log-probabilities before the update
+        # if a minibatch is one micro-batch, gradients appear while activations are freed
         for phase in ("reduce", "step") if minibatch <= cfg.micro_batch_tokens else (*PASSES, "step"):
             gpu.add(phase, gradients=self.trained * (4 if self.shards > 1 else size) / self.shards)
 
@@ -247,13 +253,13 @@ class Run:
         layer = tokens * (compiled if self.compiled else eager).of(shape) * size
         at_work = tokens * BACKWARD.of(shape) * size
         kept = layer * shape.layers
-        if cfg.gradient_checkpointing:  # the input of each layer, and all of the one that is computed again
+        if cfg.gradient_checkpointing:  # the input of each layer, and all of the layer being recomputed
             kept, at_work = tokens * shape.hidden * size * shape.layers, at_work + layer
         if self.bits:
-            at_work += shape.linear / shape.layers * size  # weights of a layer in full
-        # the input of the last norm in fp32, and its output; with a teacher, gradients of these in fp32
+            at_work += shape.linear / shape.layers * size  # dequantized weights of a layer
+        # the input of the last norm in fp32, and its output; with a teacher, their gradients in fp32
         last = tokens * shape.hidden * (4 + size + 4 * self.full)
-        # the gradient of the head is summed in fp32, then rounded; of a tied one, that waits for the embedding's
+        # the gradient of the head is summed in fp32, then rounded; that of a tied head is kept until the embedding's
         head_gradient = 0 if self.rank else shape.head * (4 + size)
         waiting = shape.head * size if shape.tied and not self.rank else 0
         logits = self._logits(tokens, shape.vocabulary, self.full)
@@ -264,11 +270,11 @@ class Run:
             ends = (shape.embedding + shape.head * (not shape.tied)) * size
             gathered = ends + 2 * shape.layer * size
             gpu.add("loss", gathered_layers=gathered)
-            gpu.add("backward", gathered_layers=gathered + shape.layer * (4 + size))  # and a gradient on its way
+            gpu.add("backward", gathered_layers=gathered + shape.layer * (4 + size))  # and a gradient being reduced
             gpu.add("reduce", gathered_layers=ends * (2 + 4 / size))
 
     def _optimizer(self, gpu: Gpu) -> None:
-        """AdamW's state and step."""
+        """State and step of AdamW."""
         bucket = optim.STREAM_ELEMENTS if self.offload == "always" else optim.BUCKET_ELEMENTS
         bucket = min(bucket, self.trained / self.shards)
         casts = 4 * bucket if self.size == 2 and self.shards == 1 else 0
@@ -276,12 +282,12 @@ class Run:
         if self.offload == "always":
             gpu.add("step", streamed_state=STREAMED_BUCKETS * 12 * bucket)
             return
-        during = (*PASSES, "step") if self.optimizer_steps > 1 else ("step",)  # it comes back in the first step
+        during = (*PASSES, "step") if self.optimizer_steps > 1 else ("step",)  # the first step moves it back
         for phase in ("always",) if self.offload == "none" else during:
             gpu.add(phase, AdamW=self.state)
 
     def _rollout(self, gpus: dict[int, Gpu], own: tuple[int, ...], sampling: tuple[int, ...]) -> None:
-        """Copies that sample, and what they need for it."""
+        """Sampling, and the copies of the model that only sample."""
         shape, T, G = self.shape, self.cfg.max_new_tokens, self.cfg.group_size
         for i in sampling:
             gpu = gpus[i]
@@ -304,14 +310,14 @@ class Run:
             gpus[i].add("reference", **self._forward(self.shape))
         for i in process.get("reward", ()):
             gpus[i].add("always", reward_model=shapes.of(cfg.reward_model, "reward").params * self.size)
-        for i in process.get("embedder", ()) if getattr(cfg, "embedding_model", "ngrams") != "ngrams" else ():
-            # without a network, to ask the hub would take long
+        for i in process.get("embedder", ()) if option(cfg, "embedding_model") != "ngrams" else ():
+            # not from the hub: without a network, that takes long
             local = Path(cfg.embedding_model).expanduser().is_dir()
             params = shapes.of(cfg.embedding_model, "embedder").params if local else EMBEDDER
             gpus[i].add("similarity" if cfg.similarity_offload else "always", embedder=2 * params)  # fp16
 
     def _teacher(self, gpus: dict[int, Gpu], own: tuple[int, ...], where: tuple[int, ...]) -> None:
-        """A teacher, spread over its GPUs; idle it may be in CPU memory, but for a head that the loss needs."""
+        """A teacher, spread over its GPUs; it may be offloaded while idle, except for a head that the loss needs."""
         head_size = self.teacher.head * self.size * self.full
         body = (self.teacher.params * self.size - head_size) / len(where)
         for i in where:
@@ -326,7 +332,7 @@ class Run:
             gpus[own[0]].add(phase, what_the_teacher_said=states)
 
     def _forward(self, shape: shapes.Shape, num_gpus: int = 1) -> dict[str, float]:
-        """Parts of a pass without gradients."""
+        """Memory of a pass without gradients."""
         tokens = min(logprobs.FORWARD_FACTOR * self.cfg.micro_batch_tokens, -(-self.rows // num_gpus) * self.sequence)
         tokens = max(tokens, self.sequence)
         return dict(forward_pass=tokens * FORWARD.of(shape) * self.size, logits=self._logits(tokens, shape.vocabulary))

@@ -61,7 +61,7 @@ class Plan:
     capacity: dict[int, float] = dataclasses.field(default_factory=dict)
     host_capacity: float = math.inf
 
-    def within(self, capacity: float | Mapping[int, float], host: float = math.inf) -> "Plan":
+    def for_capacity(self, capacity: float | Mapping[int, float], host: float = math.inf) -> "Plan":
         """The plan for a machine.
 
         Args:
@@ -72,7 +72,7 @@ class Plan:
         each = {number: each[number] for number in self.gpus}
         return dataclasses.replace(self, capacity=each, host_capacity=host)
 
-    def but(self, **changes: Any) -> "Plan":
+    def with_options(self, **changes: Any) -> "Plan":
         """The plan of a run with other settings.
 
         Args:
@@ -83,7 +83,7 @@ class Plan:
         """
         with contextlib.redirect_stdout(io.StringIO()):  # warnings have been printed once
             cfg = dataclasses.replace(self.cfg, **changes)
-            sharding.wanted(cfg)
+            sharding.enabled(cfg)
         return dataclasses.replace(of(cfg, **self.given), capacity=self.capacity, host_capacity=self.host_capacity)
 
     def peak(self, number: int) -> int:
@@ -112,9 +112,9 @@ class Plan:
         """Whether every GPU holds what the run takes, and the CPU's memory what is moved there.
 
         Args:
-            capacity: as in `within`; None: as the plan was given.
+            capacity: as in `for_capacity`; None: as the plan was given.
         """
-        plan = self if capacity is None else self.within(capacity)
+        plan = self if capacity is None else self.for_capacity(capacity)
         return plan.pinned <= USABLE * plan.host_capacity and all(plan.load(i) <= 1 for i in plan.gpus)
 
     def advice(self, capacity: float | Mapping[int, float] | None = None) -> advice.Advice:
@@ -123,7 +123,7 @@ class Plan:
         Args:
             capacity: as in `fits`.
         """
-        return advice.find(self if capacity is None else self.within(capacity))
+        return advice.find(self if capacity is None else self.for_capacity(capacity))
 
     def largest(self, capacity: float | Mapping[int, float] | None = None) -> tuple[int, int]:
         """How much of a step is computed at the same time: more is faster, and changes no result.
@@ -135,11 +135,11 @@ class Plan:
             The largest micro_batch_tokens that fit, up to those of a minibatch; 0: not even one sequence. And the
             completions, batch_size * group_size, that all GPUs here decode at once; of more, some wait for their turn.
         """
-        plan = self if capacity is None else self.within(capacity)
+        plan = self if capacity is None else self.for_capacity(capacity)
         tokens = 0
         for start in (plan.sequence, plan.cfg.micro_batch_tokens):
             size = min(start, plan.minibatch)
-            while plan.but(micro_batch_tokens=size).fits():
+            while plan.with_options(micro_batch_tokens=size).fits():
                 tokens = max(tokens, size)
                 if size == plan.minibatch:
                     break
@@ -305,11 +305,11 @@ def require_fit(
     # what this process holds already is in the plan
     capacity = {i: devices.free_bytes(d) + torch.cuda.memory_allocated(d) for i, d in places.items()}
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    plan = plan.within(capacity, host_bytes() / here)  # of one process, as the plan is
+    plan = plan.for_capacity(capacity, host_bytes() / here)  # of one process, as the plan is
     distributed.print_main(plan)
     if plan.fits():
         return plan
-    smallest = plan.but(micro_batch_tokens=1)
+    smallest = plan.with_options(micro_batch_tokens=1)
     if smallest.fits():
         distributed.print_main(
             f"micro_batch_tokens = {cfg.micro_batch_tokens} may be too many: they are halved when memory runs out; "

@@ -1,4 +1,4 @@
-"""Whether the GPUs of a run work together: an all-reduce that is checked and cannot hang, copies and their speed."""
+"""Tests whether the GPUs of a run work together: a checked all-reduce with a timeout, and the bandwidth of copies."""
 
 import contextlib
 import os
@@ -15,16 +15,16 @@ from common.base import devices
 from common.base.devices import GIB
 from common.planning.cards import Card
 
-REDUCED = 2**24  # fp32 numbers in the all-reduce, 64 MiB
-COPIED = 2**28  # bytes of a copy whose speed is measured
+REDUCED = 2**24  # fp32 elements in the all-reduce, 64 MiB
+COPIED = 2**28  # bytes of a measured copy
 
 
 @contextlib.contextmanager
 def watchdog(seconds: float, message: str) -> Iterator[None]:
-    """Ends the process with a message when the block takes too long; nothing else ends a collective that hangs.
+    """Ends the process with a message if the block takes too long: a hanging collective cannot be cancelled.
 
     Args:
-        seconds: it may take.
+        seconds: time limit.
         message: value, rule, remedy.
     """
     timer = threading.Timer(seconds, fail, [f"no answer within {seconds:g} s: {message}"])
@@ -37,7 +37,7 @@ def watchdog(seconds: float, message: str) -> Iterator[None]:
 
 
 def fail(message: str) -> NoReturn:
-    """Ends this process at once, from any thread; torchrun then ends the other ranks.
+    """Ends this process at once, from any thread; torchrun then stops the other ranks.
 
     Args:
         message: value, rule, remedy.
@@ -47,15 +47,14 @@ def fail(message: str) -> NoReturn:
 
 
 def all_reduce(device: torch.device, seconds: float) -> tuple[bool, str]:
-    """Adds up 64 MiB over all ranks, and checks the sum; a collective.
+    """All-reduces 64 MiB and checks the sum; a collective.
 
     Args:
         device: of this rank; GPUs use NCCL, CPUs gloo.
-        seconds: it may take.
+        seconds: time limit.
 
     Returns:
-        Whether the sum was right, and a line that says so, with the speed at which data passed each GPU:
-        2 (ranks - 1) / ranks of the size over the time.
+        Whether the sum was right, and a line that says so, with the bus bandwidth: size / time * 2 (ranks - 1) / ranks.
     """
     backend, ranks = ("nccl" if device.type == "cuda" else "gloo"), dist.get_world_size()
     remedy = "copies between GPUs may be broken here: try NCCL_P2P_DISABLE=1; NCCL_DEBUG=INFO shows where it stands"
@@ -74,7 +73,7 @@ def all_reduce(device: torch.device, seconds: float) -> tuple[bool, str]:
 
 
 def _seconds(work: Callable[[], Any], used: Sequence[torch.device], times: int = 4) -> float:
-    """Of one call, after one that is not counted."""
+    """Time of one call, after one call to warm up."""
     work()
     devices.synchronize(used)
     start = time.perf_counter()
@@ -84,8 +83,8 @@ def _seconds(work: Callable[[], Any], used: Sequence[torch.device], times: int =
     return (time.perf_counter() - start) / times
 
 
-def reach(gpus: Sequence[Card]) -> list[list[str]]:
-    """Which GPUs copy to each other without the CPU in between.
+def peer_access(gpus: Sequence[Card]) -> list[list[str]]:
+    """Which GPUs can copy to each other directly, without CPU memory in between.
 
     Args:
         gpus: of this process.
@@ -94,18 +93,18 @@ def reach(gpus: Sequence[Card]) -> list[list[str]]:
         "yes" or "no" from each GPU (row) to each (column); "" on the diagonal.
     """
     numbers = [gpu.number for gpu in gpus]
-    reached = torch.cuda.can_device_access_peer
-    return [["" if a == b else "yes" if reached(a, b) else "no" for b in numbers] for a in numbers]
+    can_access = torch.cuda.can_device_access_peer
+    return [["" if a == b else "yes" if can_access(a, b) else "no" for b in numbers] for a in numbers]
 
 
 def bandwidth(gpus: Sequence[Card]) -> list[list[str]]:
-    """How fast data is copied, measured.
+    """Measured bandwidth of copies.
 
     Args:
         gpus: of this process, with room for a copy.
 
     Returns:
-        A row per GPU, in GiB/s: from pinned CPU memory, to it, and to each GPU; "" to itself.
+        A row per GPU, in GiB/s: from pinned CPU memory, to pinned CPU memory, and to each GPU; "" to itself.
     """
     host = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
     data = [torch.empty(COPIED, dtype=torch.uint8, device=torch.device("cuda", gpu.number)) for gpu in gpus]

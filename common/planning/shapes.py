@@ -1,4 +1,4 @@
-"""The shape of a model, from its config file alone: nothing is downloaded but that, and no weight is allocated."""
+"""Sizes of a model from its config: nothing else is downloaded, and no weights are allocated."""
 
 import contextlib
 import functools
@@ -26,25 +26,25 @@ from common.model import images, lora, sources
 
 @dataclass(frozen=True)
 class Shape:
-    """What memory depends on. Numbers of parameters and widths in elements; tied embeddings are counted once.
+    """Numbers of parameters, and widths in elements; tied embeddings are counted once.
 
     Attributes:
         params: all parameters.
-        vision: those of the vision tower, which are among them.
-        head: those of the output head, the embedding if they are tied.
-        embedding: those of the input embedding.
-        tied: whether the two are one.
-        layer: those of the largest decoder layer.
-        linear: those of all linear layers that can be held in few bits.
-        adapted: those of the layers that get LoRA adapters.
-        per_rank: parameters of all adapters together, for each unit of their rank.
+        vision: parameters of the vision tower (included in `params`, like all that follow).
+        head: of the output head, which may be the embedding.
+        embedding: of the input embedding.
+        tied: whether head and embedding are one.
+        layer: of the largest decoder layer.
+        linear: of all linear layers that can be quantized.
+        adapted: of the layers that get LoRA adapters.
+        per_rank: parameters of all adapters per unit of LoRA rank (not included in `params`).
         layers: number of decoder layers.
         hidden: width of the hidden states.
-        queries: width of all query heads together.
-        keys: width of all keys and values together.
-        inner: width inside the feed-forward part; of a mixture of experts, that of all which a token goes through.
+        queries: width of all query heads.
+        keys: width of all keys and values.
+        inner: intermediate size of the MLP; of a mixture of experts, of all active experts of a token.
         vocabulary: rows of the output head.
-        levels: of features that an image has in the decoder; 0 for a model without images.
+        levels: feature tensors per image in the decoder (1, more with deepstack); 0 for a text model.
     """
 
     params: int
@@ -67,23 +67,23 @@ class Shape:
 
 @functools.cache
 def of(name: str, kind: str = "policy", targets: str = lora.ALL) -> Shape:
-    """Reads the config of a model and counts.
+    """Builds a model without memory from its config, and counts.
 
     Args:
         name: as in `sources.find`, or the path of a config.json.
-        kind: "policy", for any causal language model; "reward", a classifier with one output; or "embedder".
-        targets: which layers get adapters, as in `lora.targets`.
+        kind: "policy" (a causal language model), "reward" (a classifier with one output) or "embedder".
+        targets: layers that get adapters, as in `lora.targets`.
 
     Raises:
-        ValueError: there is no such model, its config cannot be read, or the scripts could not load it.
+        ValueError: there is no such model, its config cannot be read, or the scripts cannot load it.
     """
     source = name if Path(name).is_file() else sources.find(name)
     if kind == "embedder" and Path(source).is_dir() and not (Path(source) / "config.json").is_file():
-        source = str(next(Path(source).glob("*/config.json"), source))  # sentence-transformers has a folder per module
+        source = str(next(Path(source).glob("*/config.json"), source))  # sentence-transformers: a folder per module
     elif Path(source).is_dir():
         source = base(source)
     with _named(name, kind):
-        try:  # without a network, to ask the hub about what is there already would take long
+        try:  # the local cache first: without a network, asking the hub takes long
             config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
         except OSError:
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
@@ -127,16 +127,13 @@ def of(name: str, kind: str = "policy", targets: str = lora.ALL) -> Shape:
 
 
 def base(source: str) -> str:
-    """Where a model has its config: for adapters, the model that they belong to.
+    """The model that a source belongs to: for LoRA adapters their base model, else the source itself.
 
     Args:
-        source: a folder, or a hub id.
-
-    Returns:
-        The same, or the folder or hub id of that model.
+        source: folder or hub id.
 
     Raises:
-        ValueError: adapters that do not say which it is.
+        ValueError: the adapters do not name their base model.
     """
     name = sources.base_of(source)
     return source if name is None else base(sources.find(name))
@@ -144,19 +141,19 @@ def base(source: str) -> str:
 
 @contextlib.contextmanager
 def _named(name: str, kind: str) -> Iterator[None]:
-    """Errors about a config in one line that says whose it is."""
+    """Turns errors about a config into one line with the name of the model."""
     try:
         yield
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:  # as transformers raises them
-        said = (str(error).splitlines() or [""])[0].strip().rstrip(".")
-        said = said if len(said) <= 200 else f"{said[:200]} ..."
+        text = (str(error).splitlines() or [""])[0].strip().rstrip(".")
+        text = text if len(text) <= 200 else f"{text[:200]} ..."
         wanted = {"policy": "causal language model", "reward": "sequence classifier", "embedder": "text encoder"}[kind]
         remedy = f"give a {wanted}: a hub id, a folder with config.json, or the path of that file"
-        raise ValueError(f"model {name!r}: {said}; {remedy}") from error
+        raise ValueError(f"model {name!r}: {text}; {remedy}") from error
 
 
 def _inner(text: PretrainedConfig) -> int:
-    """Width inside the feed-forward part, as a token sees it."""
+    """Intermediate size of the MLP, over all active experts of a token."""
     plain = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size
     experts = getattr(text, "num_experts_per_tok", None)
     if not experts:
@@ -166,7 +163,7 @@ def _inner(text: PretrainedConfig) -> int:
 
 
 def _empty(config: PretrainedConfig, kind: str) -> PreTrainedModel:
-    """The model on torch's device without memory."""
+    """The model on the meta device."""
     loaders = {"policy": AutoModelForCausalLM, "reward": AutoModelForSequenceClassification, "embedder": AutoModel}
     loader = loaders[kind]
     if kind == "policy" and images.is_vlm(config):

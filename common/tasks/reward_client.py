@@ -144,7 +144,7 @@ class RewardService:
             if tried:
                 time.sleep(pause)
                 pause = min(2 * pause, PAUSES[1])
-            self.service.each(ask, _parts([len(item) for item in items], todo))
+            self.service.for_each(ask, _parts([len(item) for item in items], todo))
             todo = sorted(row for row, error in failed.items() if error.get("retryable"))
             if not todo:
                 break

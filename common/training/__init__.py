@@ -1,4 +1,4 @@
-"""What an update takes beside a loss: AdamW, micro-batches that fit into memory, sharding, offloading.
+"""What an update needs besides a loss: AdamW, micro-batches that fit into memory, sharding, offloading.
 
 May import: base, maths, tasks, model. Start with optim.py, then budgets.py (what happens when memory runs out).
 """

@@ -5,7 +5,13 @@ from typing import Any
 
 from torch import nn
 
-from common.base.memory import REMEDIES, HopelessError, free, noticed, say
+from common.base.memory import (
+    REMEDIES,
+    FatalOutOfMemoryError,
+    catch_out_of_memory,
+    empty_cache,
+    print_with_rank,
+)
 
 
 class Budget:
@@ -49,25 +55,25 @@ class Budget:
             replicas: other models that gather gradients.
 
         Raises:
-            HopelessError: a single sequence does not fit; or memory ran out, and nothing can be computed again.
+            FatalOutOfMemoryError: a single sequence does not fit; or memory ran out, and nothing can be computed again.
         """
         mark, fresh = log.mark(), all(micro.old_logps is None for micro in minibatch)
         while True:
             if self.tokens < self._first:  # halved, maybe after this minibatch was cut
                 minibatch[:] = [part for micro in minibatch for part in self._cut(micro)]
             for micro in minibatch:
-                with noticed() as failure:
+                with catch_out_of_memory() as failure:
                     forward_backward(micro)
-                if failure:
+                if failure.message:
                     break
             else:
                 self._retried_alone = False
                 return
             if not self.redo:
-                raise HopelessError(f"with micro-batches of {self.tokens} tokens ({failure[0]})",
-                                    f"set micro_batch_tokens to {max(1, self.tokens // 2)}; or {REMEDIES}",
-                                    self.plan)  # fmt: skip
-            self._shrink(micro, failure[0])
+                what = f"with micro-batches of {self.tokens} tokens ({failure.message})"
+                remedy = f"set micro_batch_tokens to {max(1, self.tokens // 2)}; or {REMEDIES}"
+                raise FatalOutOfMemoryError(what, remedy, self.plan)
+            self._shrink(micro, failure.message)
             for model_params in (optimizer.params, *(replica.parameters() for replica in replicas)):
                 for param in model_params:
                     param.grad = None
@@ -79,7 +85,7 @@ class Budget:
             log.rollback(mark)
             if self.release:
                 self.release()
-            free()
+            empty_cache()
 
     def _cut(self, micro: Any) -> list[Any]:
         """A micro-batch in halves, and those in halves, until they are small enough or single sequences."""
@@ -92,10 +98,10 @@ class Budget:
         if len(micro) > 1:
             size = min(self.tokens, micro.size)
             self.tokens = size // 2
-            say(f"out of memory with micro-batches of {size} tokens: now {self.tokens}; set micro_batch_tokens to "
-                f"{self.tokens} to begin with that")  # fmt: skip
+            print_with_rank(f"out of memory with micro-batches of {size} tokens: now {self.tokens}; set "
+                            f"micro_batch_tokens to {self.tokens} to begin with that")  # fmt: skip
         elif self._retried_alone:
             what = f"a single sequence of {micro.size} tokens does not fit ({failure})"
-            raise HopelessError(what, REMEDIES, self.plan)
+            raise FatalOutOfMemoryError(what, REMEDIES, self.plan)
         else:
             self._retried_alone = True

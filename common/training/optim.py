@@ -1,8 +1,8 @@
-"""AdamW that keeps fp32 master weights for parameters in bf16 or fp16, and steps without waiting for the GPU.
+"""AdamW with fp32 master weights for bf16 and fp16 parameters, dynamic loss scaling, offloading and FSDP2 shards.
 
-Its state (masters and moments, 12 bytes per bf16 parameter) can wait in CPU memory while completions are sampled, or
-live there for good: then a step streams it through the GPU a bucket at a time. Of parameters that FSDP2 has sharded,
-each rank keeps and updates its own part.
+A step never waits for the GPU. The state (masters and moments, 12 bytes per bf16 parameter) can be offloaded to CPU
+memory during rollouts, or stay there: then a step streams it through the GPU, one bucket at a time. Of parameters
+sharded by FSDP2, each rank keeps and updates its own shard.
 """
 
 import math
@@ -15,22 +15,19 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common.base.devices import host_memory
 
-BUCKET_ELEMENTS = 2**26  # gradients in bf16 or fp16 are cast to fp32 this many at a time (256 MiB)
-STREAM_ELEMENTS = 2**24  # of a state in CPU memory this many are on the GPU at once (192 MiB), three times over
+BUCKET_ELEMENTS = 2**26  # bf16 and fp16 gradients cast to fp32 at a time (256 MiB)
+STREAM_ELEMENTS = 2**24  # of an offloaded state in one streamed bucket (192 MiB); three of them are on the GPU at once
 ALIGNED = 64  # elements
 OFFLOAD = ("none", "rollout", "always")
-FIRST_LOSS_SCALE, GOOD_STEPS = 2.0**16, 1000  # fp16: halved at every overflow, doubled after so many good steps
+FIRST_LOSS_SCALE, GOOD_STEPS = 2.0**16, 1000  # fp16: halved at every overflow, doubled after so many steps without one
 
 
 def warmup(step: int, warmup_steps: int) -> float:
-    """Factor of the learning rate: linear warm-up, then constant.
+    """Factor in (0, 1] of the learning rate: linear warm-up, then constant.
 
     Args:
         step: rollout step, from 1.
         warmup_steps: steps until the factor is 1; 0 for none.
-
-    Returns:
-        A number in (0, 1].
     """
     return min(1.0, step / max(1, warmup_steps))
 
@@ -39,10 +36,10 @@ class AdamW:
     """AdamW over fp32 master weights.
 
     A bf16 weight of 0.02 cannot move by less than 6e-5, sixty times an update at learning rate 1e-6: without masters,
-    training at RL learning rates is rounded away.
+    rounding would undo updates at RL learning rates.
 
     Attributes:
-        params: the parameters trained; of a model that FSDP2 has sharded, distributed tensors.
+        params: the trained parameters; DTensors if FSDP2 has sharded the model.
         learning_rate: of the next step.
         offloaded: whether the state is in CPU memory.
     """
@@ -58,12 +55,12 @@ class AdamW:
         """Sets up the state for every trainable parameter.
 
         Args:
-            model: the unwrapped model, on one device; parameter names become the names in a checkpoint.
-            learning_rate: can be changed before each step through the attribute of that name.
+            model: the unwrapped model, on one device; its parameter names are the names in a checkpoint.
+            learning_rate: the attribute of that name may be changed before each step.
             betas: decay of the running mean and variance.
             weight_decay: decoupled, applied to every parameter.
-            offload: where the state is: "none", on the parameters' device; "rollout", in CPU memory from `make_room` to
-                the next step; "always", in CPU memory.
+            offload: when the state is in CPU memory: "none", never; "rollout", from `make_room` to the next step;
+                "always".
 
         Raises:
             ValueError: no parameter requires a gradient, or another value of `offload`.
@@ -77,75 +74,77 @@ class AdamW:
         self.params = [p for _, p in named]
         self.learning_rate = learning_rate
         self._rule = dict(beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=1e-8, amsgrad=False)
-        self._plain = {i for i, p in enumerate(self.params) if p.dtype == torch.float32}  # are their own masters
+        self._fp32 = {i for i, p in enumerate(self.params) if p.dtype == torch.float32}  # need no master copy
         self._sharded = any(isinstance(p, DTensor) for p in self.params)
-        self._device, self._host, self.offloaded, self._offload = self.params[0].device, None, False, offload
+        self._device, self._host, self.offloaded, self._mode = self.params[0].device, None, False, offload
         self._state = {key: [None] * len(named) for key in ("master", "exp_avg", "exp_avg_sq")}  # keys of a checkpoint
         if offload == "none":
             for tensors, i in self._slots():
-                tensors[i] = torch.empty_like(self._own(i), dtype=torch.float32)
-        else:  # made there: on the GPU there may be no room, not even for a moment
+                tensors[i] = torch.empty_like(self._local(i), dtype=torch.float32)
+        else:  # allocated there from the start: the GPU may have no room, not even for a moment
             self._reserve_host()
         for tensors, i in self._slots():
             if tensors is self._state["master"]:
-                tensors[i].copy_(self._own(i))
+                tensors[i].copy_(self._local(i))
             else:
                 tensors[i].zero_()
         elements = STREAM_ELEMENTS if offload == "always" else BUCKET_ELEMENTS
-        self._buckets = _cut([self._own(i).numel() for i in range(len(named))], elements)
-        # fp16 gradients below 6e-8 vanish: the loss is scaled up, and the scale finds its own size
-        self._dynamic = any(p.dtype == torch.float16 for p in self.params)
-        # what a step decides on stays on the device: to read it would make the host wait
-        self._scale = torch.full((), FIRST_LOSS_SCALE if self._dynamic else 1.0, device=self._device)
+        self._buckets = _make_buckets([self._local(i).numel() for i in range(len(named))], elements)
+        # fp16 gradients below 6e-8 underflow: the loss is scaled up, by a factor that adapts
+        self._scales_loss = any(p.dtype == torch.float16 for p in self.params)
+        # 0-dim tensors on the device: to read them would sync
+        self._scale = torch.full((), FIRST_LOSS_SCALE if self._scales_loss else 1.0, device=self._device)
         self._good_steps = torch.zeros((), dtype=torch.int32, device=self._device)
         self._steps = torch.zeros((), device=self._device)
-        self._norm = torch.zeros((), device=self._device)  # of the last step; once not finite it stays, until check()
-        self._loss = torch.zeros((), device=self._device)  # likewise, of all ranks
-        self._losses: list[torch.Tensor] = []  # since the last step, each on its device: no GPU waits for another
-        self._overflows = torch.zeros((), device=self._device)  # steps skipped in fp16, until check()
+        self._norm = torch.zeros(
+            (), device=self._device
+        )  # of the last step; stays once it is not finite, until check()
+        self._loss = torch.zeros((), device=self._device)  # the same, summed over ranks
+        self._losses: list[torch.Tensor] = []  # since the last step, each on its own device, without a sync
+        self._overflows = torch.zeros((), device=self._device)  # steps skipped in fp16 since check()
 
     @property
     def masters(self) -> list[torch.Tensor]:
-        """The fp32 weights, this rank's part of each; of fp32 parameters their own memory."""
-        return [self._get("master", i) for i in range(len(self.params))]
+        """The fp32 weights, of sharded ones this rank's shard; fp32 parameters are their own masters."""
+        return [self._state_of("master", i) for i in range(len(self.params))]
 
     @property
     def loss_scale(self) -> float:
-        """What `scale` multiplies by; to read it waits for the GPU."""
+        """The factor of `scale`; reading it syncs with the GPU."""
         return self._scale.item()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call backward() on: multiplied by the loss scale, which is 1 except in fp16.
+        """Multiplies a loss by the loss scale (1 except in fp16); call backward() on the result.
 
-        It is remembered until the next step, which is skipped if the loss is not finite, whatever the gradient is.
+        The next step is skipped if the loss is not finite, whatever the gradient is.
         """
         self._losses.append(loss.detach())
-        return loss * self._scale.to(loss.device, non_blocking=True) if self._dynamic else loss
+        return loss * self._scale.to(loss.device, non_blocking=True) if self._scales_loss else loss
 
     @torch.no_grad()
     def step(self, max_grad_norm: float) -> torch.Tensor:
-        """Clips the gradient, takes one step, and clears the gradients; `onload`s first what is offloaded.
+        """Clips the gradient, takes one step, and clears the gradients; a collective if there are several ranks.
 
-        The step is skipped where the gradient is not finite. In fp16 that halves the loss scale; in other dtypes all
-        later steps are skipped too, until `check` reports it. A loss that is not finite, on any rank, has that effect
-        in every dtype: no loss scale can help. A collective where there are several ranks.
+        An offloaded state is moved back first, unless it is always offloaded. If the gradient is not finite, the step
+        is skipped. In fp16 that halves the loss scale; in other dtypes all later steps are skipped too, until `check`
+        reports it. A loss that is not finite on any rank has that effect in every dtype, since no loss scale can help.
 
         Args:
-            max_grad_norm: the global gradient norm is scaled down to this; above 0, inf for never.
+            max_grad_norm: upper limit of the global gradient norm, above 0; inf: no clipping.
 
         Returns:
-            0-dim fp32 on the parameters' device: gradient norm before clipping; inf or NaN where the step was skipped.
+            0-dim fp32 on the parameters' device: gradient norm before clipping; inf or NaN if the step was skipped.
         """
-        if self._offload != "always":
+        if self._mode != "always":
             self.onload()
         norm = self._grad_norm()
         self._loss = torch.where(self._loss.isfinite(), self._sum_losses(), self._loss)
-        if self._dynamic:
+        if self._scales_loss:
             norm = norm.nan_to_num(math.inf, math.inf)
             self._overflows += 1.0 - norm.isfinite().float()
         else:
             norm = self._norm = torch.where(self._norm.isfinite(), norm, self._norm)
-        # the kernel divides by grad_scale, does nothing if found_inf is exactly 1, and leaves it to us to count steps
+        # the kernel divides by grad_scale, does nothing if found_inf is exactly 1, and does not count steps
         found_inf = 1.0 - (norm.isfinite() & self._loss.isfinite()).float()
         grad_scale = self._scale * (norm / max_grad_norm).clamp(min=1.0)
         self._steps += 1.0 - found_inf
@@ -156,32 +155,32 @@ class AdamW:
                 lr=self.learning_rate, grad_scale=grad_scale, found_inf=found_inf, maximize=False, **self._rule,
             )  # fmt: skip
             pairs = zip(bucket, masters, strict=True)
-            lowered = [(_piece(self._own(i), a, b), m) for (i, a, b), m in pairs if i not in self._plain]
-            if lowered:
-                torch._foreach_copy_([p for p, _ in lowered], [m for _, m in lowered])
+            rounded = [(_flat_slice(self._local(i), a, b), m) for (i, a, b), m in pairs if i not in self._fp32]
+            if rounded:
+                torch._foreach_copy_([p for p, _ in rounded], [m for _, m in rounded])
             for i, _, end in bucket:
-                if end == self._own(i).numel():
+                if end == self._local(i).numel():
                     self.params[i].grad = None
-        for param in self.params:  # those of which this rank has no part
+        for param in self.params:  # also those of which this rank has no shard
             param.grad = None
-        if self._dynamic:
+        if self._scales_loss:
             torch._amp_update_scale_(self._scale, self._good_steps, found_inf, 2.0, 0.5, GOOD_STEPS)
         return norm
 
     def check(self) -> int:
-        """Reports the steps since the last call that failed; waits for the GPU, so once per rollout step is enough.
+        """Reports steps that failed since the last call; syncs with the GPU, so call it once per rollout step.
 
         Returns:
-            Steps that were skipped since the last call because fp16 gradients overflowed.
+            Steps skipped since the last call because fp16 gradients overflowed.
 
         Raises:
             FloatingPointError: a loss or a gradient was not finite, and weights and state are those before that step;
-                or, in fp16, not even a loss scale of 1 is small enough. Steps are taken again after it was raised.
+                or, in fp16, gradients overflow even at a loss scale of 1. After it was raised, steps are taken again.
         """
         loss, norm, scale, overflows = torch.stack([self._loss, self._norm, self._scale, self._overflows]).tolist()
         for kept in (self._loss, self._norm, self._overflows):
             kept.zero_()
-        if math.isfinite(loss) and self._dynamic and scale < 1.0:
+        if math.isfinite(loss) and self._scales_loss and scale < 1.0:
             raise FloatingPointError(
                 f"loss scale {scale}: fp16 gradients overflow at every loss scale from 1 up; use dtype bf16 or fp32"
             )
@@ -194,20 +193,12 @@ class AdamW:
         return int(overflows)
 
     def make_room(self) -> float:
-        """Moves the state out of the way of a rollout, if the optimizer was told to.
-
-        Returns:
-            GiB moved.
-        """
-        return self.offload() if self._offload == "rollout" else 0.0
+        """Offloads the state before a rollout if the option `offload` is "rollout"; returns GiB moved."""
+        return self.offload() if self._mode == "rollout" else 0.0
 
     @torch.no_grad()
     def offload(self) -> float:
-        """Moves masters and Adam state to CPU memory, pinned if they are on a GPU; fp32 parameters stay.
-
-        Returns:
-            GiB moved.
-        """
+        """Moves masters and Adam state to CPU memory, pinned for a GPU; fp32 parameters stay. Returns GiB moved."""
         if self.offloaded:
             return 0.0
         before = [(tensors[i], tensors, i) for tensors, i in self._slots()]
@@ -215,7 +206,7 @@ class AdamW:
         for tensor, tensors, i in before:
             tensors[i].copy_(tensor, non_blocking=True)
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # from here on the CPU may read the copies
+            torch.cuda.synchronize(self._device)  # before the CPU reads the copies
         return self._host.nbytes / 2**30
 
     @torch.no_grad()
@@ -223,27 +214,27 @@ class AdamW:
         """Moves back what `offload` moved, bit for bit."""
         if not self.offloaded:
             return
-        for tensors, i in self._slots():  # later kernels wait for the copies, the host need not
+        for tensors, i in self._slots():  # no sync: later kernels are queued behind the copies
             tensors[i] = tensors[i].to(self._device, non_blocking=True, copy=True)
         self.offloaded = False
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Masters and Adam state by parameter name, a flat dict of tensors, which later steps change.
+        """Masters and Adam state as a flat dict by parameter name; later steps change the tensors.
 
-        Of sharded parameters the whole tensors, in CPU memory of rank 0; a collective then, and empty on other ranks.
+        If the model is sharded, it is a collective: rank 0 gets full tensors in CPU memory, the others an empty dict.
         """
         steps = self._steps.cpu()
         state = {"loss_scale": torch.tensor([self.loss_scale, self._good_steps.item()], dtype=torch.float64)}
         for i, name in enumerate(self.names):
-            state[f"master/{name}"] = self._whole(i, "master")
+            state[f"master/{name}"] = self._full(i, "master")
             if steps > 0:
-                state[f"step/{name}"] = steps.clone()  # safetensors refuses memory that is shared
-                state |= {f"{key}/{name}": self._whole(i, key) for key in ("exp_avg", "exp_avg_sq")}
+                state[f"step/{name}"] = steps.clone()  # safetensors refuses shared memory
+                state |= {f"{key}/{name}": self._full(i, key) for key in ("exp_avg", "exp_avg_sq")}
         return {} if self._sharded and dist.get_rank() > 0 else state
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Restores what `state_dict` gave; also while offloaded, or with another device, dtype or number of ranks.
+        """Restores a state; device, dtype, number of ranks and offloading may differ from when it was saved.
 
         Args:
             state: from `state_dict`.
@@ -259,26 +250,26 @@ class AdamW:
                 f"optimizer state of another model: {len(saved)} parameters saved, {len(own)} to train, "
                 f"{odd[:3]} differ; resume with the policy_model of the run"
             )
-        steps = state.get(f"step/{self.names[0]}", torch.zeros(()))  # all have the same; absent before the first step
+        steps = state.get(f"step/{self.names[0]}", torch.zeros(()))  # the same for all; absent before the first step
         for key in self._state:
             for i, name in enumerate(self.names):
                 if key == "master" or steps > 0:
-                    self._get(key, i).copy_(self._part(i, state[f"{key}/{name}"]))
+                    self._state_of(key, i).copy_(self._shard(i, state[f"{key}/{name}"]))
                 else:
-                    self._get(key, i).zero_()
+                    self._state_of(key, i).zero_()
         for i, master in enumerate(self.masters):
-            self._own(i).copy_(master)
+            self._local(i).copy_(master)
         self._steps.copy_(steps)
         for kept in (self._loss, self._norm, self._overflows):
             kept.zero_()
         self._losses.clear()
         loss_scale, good_steps = state["loss_scale"].tolist()
-        if self._dynamic and loss_scale > 1.0:  # 1 was saved without fp16: the fresh scale stays
+        if self._scales_loss and loss_scale > 1.0:  # 1: saved without fp16, so keep the initial scale
             self._scale.fill_(loss_scale)
             self._good_steps.fill_(int(good_steps) % GOOD_STEPS)
 
     def _sum_losses(self) -> torch.Tensor:
-        """What `scale` was called with since the last step, added up over micro-batches and ranks."""
+        """Losses passed to `scale` since the last step, summed over micro-batches and ranks."""
         losses = [loss.to(self._device, torch.float32, non_blocking=True).reshape(()) for loss in self._losses]
         self._losses.clear()
         total = torch.stack([torch.zeros_like(self._loss), *losses]).sum()
@@ -287,8 +278,8 @@ class AdamW:
         return total
 
     def _grad_norm(self) -> torch.Tensor:
-        """Norm of the gradient without the loss scale, summed in fp32; what has no gradient counts as zero."""
-        grads = [_local(p.grad) for p in self.params if p.grad is not None]
+        """Gradient norm, summed in fp32 and without the loss scale; a missing gradient counts as zero."""
+        grads = [_to_local(p.grad) for p in self.params if p.grad is not None]
         grads = [grad for grad in grads if grad.numel()]
         norms = torch._foreach_norm(grads, 2, dtype=torch.float32) if grads else [torch.zeros_like(self._norm)]
         norm = torch.linalg.vector_norm(torch.stack(norms))
@@ -298,17 +289,17 @@ class AdamW:
         return norm / self._scale
 
     def _fp32_grads(self, bucket: list[tuple[int, int, int]], masters: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Gradients as the kernel needs them: fp32, laid out like the masters, and zero where there is none."""
+        """Gradients of a bucket for the kernel: fp32, with the strides of the masters, zeros if there is none."""
         grads, casts = [], []
         for (i, start, end), master in zip(bucket, masters, strict=True):
-            own, grad = self._own(i), self.params[i].grad
+            local, grad = self._local(i), self.params[i].grad
             if grad is None:
                 grads.append(torch.zeros_like(master))
                 continue
-            grad = _local(grad)
-            if grad.stride() != own.stride():  # the kernels do not look at strides
-                grad = torch.empty_like(own, dtype=grad.dtype).copy_(grad)
-            grads.append(_piece(grad, start, end))
+            grad = _to_local(grad)
+            if grad.stride() != local.stride():  # the kernel ignores strides
+                grad = torch.empty_like(local, dtype=grad.dtype).copy_(grad)
+            grads.append(_flat_slice(grad, start, end))
             if grad.dtype != torch.float32:
                 casts.append((torch.empty_like(master), grads.pop()))
                 grads.append(casts[-1][0])
@@ -317,100 +308,104 @@ class AdamW:
         return grads
 
     def _resident(self) -> Iterator[list[list[torch.Tensor]]]:
-        """Masters, means and variances of each bucket, where they are."""
+        """Masters, means and variances of each bucket, on the device where they are stored."""
         for bucket in self._buckets:
-            yield [[_piece(self._get(key, i), a, b) for i, a, b in bucket] for key in self._state]
+            yield [[_flat_slice(self._state_of(key, i), a, b) for i, a, b in bucket] for key in self._state]
 
     def _streamed(self) -> Iterator[list[list[torch.Tensor]]]:
-        """The same on the GPU, from CPU memory and back: the next one comes and the last one goes meanwhile."""
+        """The same on the GPU, streamed: while a bucket is updated, the next one arrives and the last one leaves."""
         if self._device.type != "cuda":
             yield from self._resident()
             return
-        now, come, go = torch.cuda.current_stream(self._device), *(torch.cuda.Stream(self._device) for _ in range(2))
-        places, gone = list(self._resident()), []
+        compute = torch.cuda.current_stream(self._device)
+        upload, download = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+        host, downloaded = list(self._resident()), []
 
         def fetch(k: int) -> tuple[list[list[torch.Tensor]], torch.cuda.Event]:
             if k >= 2:
-                gone[k - 2].synchronize()  # or all buckets would be on the GPU at once
-            with torch.cuda.stream(come):
-                there = [[x.to(self._device, non_blocking=True) for x in xs] for xs in places[k]]
-                return there, come.record_event()
+                downloaded[k - 2].synchronize()  # or all buckets would be on the GPU at once
+            with torch.cuda.stream(upload):
+                on_gpu = [[x.to(self._device, non_blocking=True) for x in xs] for xs in host[k]]
+                return on_gpu, upload.record_event()
 
-        ahead = fetch(0)
-        for k, place in enumerate(places):
-            there, came = ahead
-            if k + 1 < len(places):
-                ahead = fetch(k + 1)
-            now.wait_event(came)
-            yield there
-            go.wait_stream(now)
-            with torch.cuda.stream(go):
-                for to, values in zip(place, there, strict=True):
-                    for host, value in zip(to, values, strict=True):
-                        if host.data_ptr() != value.data_ptr():  # fp32 parameters are on the GPU
-                            host.copy_(value, non_blocking=True)
-                        value.record_stream(go)
-                        value.record_stream(now)
-                gone.append(go.record_event())
-        torch.cuda.synchronize(self._device)  # from here on the CPU may read the state
+        following = fetch(0)
+        for k, on_host in enumerate(host):
+            on_gpu, uploaded = following
+            if k + 1 < len(host):
+                following = fetch(k + 1)
+            compute.wait_event(uploaded)
+            yield on_gpu
+            download.wait_stream(compute)
+            with torch.cuda.stream(download):
+                for targets, values in zip(on_host, on_gpu, strict=True):
+                    for target, value in zip(targets, values, strict=True):
+                        if target.data_ptr() != value.data_ptr():  # fp32 parameters are on the GPU
+                            target.copy_(value, non_blocking=True)
+                        value.record_stream(download)
+                        value.record_stream(compute)
+                downloaded.append(download.record_event())
+        torch.cuda.synchronize(self._device)  # before the CPU reads the state
 
     def _reserve_host(self) -> None:
-        """Gives every tensor of the state a place in CPU memory, made once, in the layout of its parameter."""
+        """Makes the state views of one CPU buffer, which is allocated once, with the strides of the parameters."""
         slots = self._slots()
         if self._host is None:
-            self._host = host_memory(sum(self._own(i).numel() for _, i in slots), self._device)
+            self._host = host_memory(sum(self._local(i).numel() for _, i in slots), self._device)
         start = 0
         for tensors, i in slots:
-            own = self._own(i)
-            tensors[i] = self._host.as_strided(own.shape, own.stride(), start)
+            local = self._local(i)
+            tensors[i] = self._host.as_strided(local.shape, local.stride(), start)
             start += tensors[i].numel()
         self.offloaded = True
 
     def _slots(self) -> list[tuple[list[torch.Tensor | None], int]]:
-        """Where the tensors stand that can be offloaded: all but the masters that are parameters."""
+        """List and index of every tensor of the state; not of fp32 parameters, which are no copies."""
         every = range(len(self.params))
-        return [(ts, i) for key, ts in self._state.items() for i in every if key != "master" or i not in self._plain]
+        return [(ts, i) for key, ts in self._state.items() for i in every if key != "master" or i not in self._fp32]
 
-    def _own(self, i: int) -> torch.Tensor:
-        """The part of parameter i that this rank has, in its own memory; asked for anew, since that may have moved."""
-        return _local(self.params[i].detach())
+    def _local(self, i: int) -> torch.Tensor:
+        """Parameter i, or this rank's shard of it; not cached, since an `Offloader` may move it."""
+        return _to_local(self.params[i].detach())
 
-    def _get(self, key: str, i: int) -> torch.Tensor:
-        """The part of the state of parameter i that this rank has."""
-        return self._own(i) if key == "master" and i in self._plain else self._state[key][i]
+    def _state_of(self, key: str, i: int) -> torch.Tensor:
+        """The state of parameter i, or this rank's shard of it."""
+        return self._local(i) if key == "master" and i in self._fp32 else self._state[key][i]
 
-    def _whole(self, i: int, key: str) -> torch.Tensor:
-        """The state of parameter i, all of it; a collective if it is sharded."""
-        param, own = self.params[i], self._get(key, i)
+    def _full(self, i: int, key: str) -> torch.Tensor:
+        """The full state of parameter i; a collective if it is sharded."""
+        param, local = self.params[i], self._state_of(key, i)
         if not isinstance(param, DTensor):
-            return own.detach()
+            return local.detach()
         place = param.device_mesh, param.placements
         shape = dict(run_check=False, shape=param.shape, stride=param.stride())
-        whole = DTensor.from_local(own.to(self._device), *place, **shape).full_tensor()
-        return whole.cpu() if dist.get_rank() == 0 else whole.new_empty(0)  # on other ranks it would only take memory
+        full = DTensor.from_local(local.to(self._device), *place, **shape).full_tensor()
+        return full.cpu() if dist.get_rank() == 0 else full.new_empty(0)  # only rank 0 saves it
 
-    def _part(self, i: int, whole: torch.Tensor) -> torch.Tensor:
-        """What this rank has of the tensor that belongs to parameter i."""
+    def _shard(self, i: int, full: torch.Tensor) -> torch.Tensor:
+        """Shards a full tensor like parameter i, and returns the shard of this rank."""
         param = self.params[i]
         if not isinstance(param, DTensor):
-            return whole
-        whole = whole.to(self._device)
-        return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None).to_local()
+            return full
+        full = full.to(self._device)
+        return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None).to_local()
 
 
-def _local(x: torch.Tensor) -> torch.Tensor:
+def _to_local(x: torch.Tensor) -> torch.Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _piece(x: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """Elements of a dense tensor in the order of memory, as a view of one dimension."""
+def _flat_slice(x: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """Elements of a dense tensor in memory order, as a one-dimensional view."""
     return x.as_strided((end - start,), (1,), x.storage_offset() + start)
 
 
-def _cut(sizes: list[int], most: int) -> list[list[tuple[int, int, int]]]:
-    """Parameters by number, and pieces of them, that are updated together: number, first element, last one plus 1.
+def _make_buckets(sizes: list[int], most: int) -> list[list[tuple[int, int, int]]]:
+    """Divides parameters into buckets of at most `most` elements, which are updated together.
 
-    Pieces begin at multiples of ALIGNED, so that kernels read them as fast, and round them as they would the whole.
+    Slices begin at multiples of ALIGNED, so that kernels are as fast on them and round like on the whole parameter.
+
+    Returns:
+        For each bucket: (number of the parameter, first element, last element + 1).
     """
     buckets, room = [], 0
     for i, size in enumerate(sizes):

@@ -1,9 +1,9 @@
-"""FSDP2: weights, gradients and AdamW's state in parts, one on each rank, for models that are too big for one GPU.
+"""FSDP2: weights, gradients and AdamW's state sharded over the ranks, for models that do not fit on one GPU.
 
-Every rank keeps its part of each weight in fp32, which is AdamW's master. A decoder layer is gathered in half precision
-while it computes and let go afterwards, and its gradient is added up over the ranks in fp32. To sample, every GPU needs
-all weights anyway: it holds a plain copy in half precision, gathered before each rollout, which is also what is saved.
-So a run takes 16 bytes per parameter divided by the ranks, and 2 bytes more on each.
+Each rank keeps its shard of every weight in fp32, which serves as AdamW's master. A decoder layer is all-gathered in
+half precision for its computation and resharded afterwards; its gradient is reduce-scattered in fp32. Sampling needs
+all weights on every GPU: each holds a full copy in half precision, gathered before each rollout, which is also saved.
+Memory per rank: 16 bytes per parameter divided by the number of ranks, plus 2 bytes per parameter.
 """
 
 import copy
@@ -20,14 +20,14 @@ from common.base.checks import require
 from common.model.logprobs import LogProbs
 
 
-def wanted(cfg: Any) -> bool:
-    """Whether a run shards: its option `fsdp`, or a launcher that was told to (accelerate launch).
+def enabled(cfg: Any) -> bool:
+    """Whether a run shards, by its option `fsdp` or by `accelerate launch` with FSDP.
 
     Args:
         cfg: the Config of a script for several ranks.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: another option is incompatible with sharding.
     """
     if not distributed.shards(cfg):
         return False
@@ -50,19 +50,19 @@ def shard(policy: LogProbs, device: torch.device) -> nn.Module:
     """Shards a policy over all ranks, in place.
 
     Args:
-        policy: the model inside is on the device, the same on every rank.
+        policy: its model is on the device, with the same weights on every rank.
         device: of this rank.
 
     Returns:
-        A plain copy of the model in its dtype, to sample from and to save; `gather` brings it up to date.
+        A full copy of the model in its dtype, to sample from and to save; `gather` updates it.
     """
-    whole = copy.deepcopy(policy.model).requires_grad_(False)
+    full = copy.deepcopy(policy.model).requires_grad_(False)
     _shard(policy, device, policy.model.dtype, torch.float32)
-    return whole
+    return full
 
 
 def shard_frozen(policy: LogProbs, device: torch.device) -> None:
-    """Shards a model that is not trained, such as a reference, in its own dtype.
+    """Shards a frozen model, such as a reference, in its own dtype.
 
     Args:
         policy: as in `shard`.
@@ -79,44 +79,43 @@ def shard_frozen(policy: LogProbs, device: torch.device) -> None:
 
 def _shard(policy: LogProbs, device: torch.device, compute: torch.dtype, storage: torch.dtype) -> None:
     mesh = init_device_mesh(device.type, (distributed.num_ranks(),))
-    # reshard: what stays gathered would not be gathered again, and be the weights of before the update
+    # reshard, or the block keeps its pre-update weights
     how = dict(mesh=mesh, reshard_after_forward=True)
-    # inputs as they are: what a loss is given beside tokens, weights and log-probabilities of a teacher, is fp32
+    # do not cast inputs: weights of tokens and log-probabilities of a teacher are fp32
     how["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     blocks = [m for m in policy.model.get_decoder().modules() if isinstance(m, GradientCheckpointingLayer)]
-    if policy.compiled:  # hooks that gather weights stay outside of what is compiled, or they would break it up
+    if policy.compiled:  # only the forward of a block: hooks that gather weights would be graph breaks
         for block in blocks:
             block._compiled_call_impl = None
             block.forward = torch.compile(block.forward, dynamic=True)
-    for module in [*blocks, policy]:  # one after the other: never all of the model in fp32
+    for module in [*blocks, policy]:  # block by block, so that the full model never exists in fp32
         for parameter in module.parameters():
             if not hasattr(parameter, "device_mesh"):
                 parameter.data = parameter.data.to(storage)
         fully_shard(module, **how)
-        module.set_gradient_divide_factor(1.0)  # shares of the loss add up; a mean would divide them again
-        module.set_force_sum_reduction_for_comms(True)  # or gloo would be asked for a scaled sum, which it has not
+        module.set_gradient_divide_factor(1.0)  # losses are divided by global counts already: sum, do not average
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
 
 @torch.no_grad()
-def gather(model: nn.Module, whole: nn.Module) -> None:
-    """Copies the weights of a sharded model into the plain copy that `shard` gave; a collective.
+def gather(model: nn.Module, full: nn.Module) -> None:
+    """Copies the weights of a sharded model into the full copy that `shard` returned; a collective.
 
     Args:
         model: the transformers model that was sharded.
-        whole: of the same kind; or the model itself, where nothing is sharded: then nothing happens.
+        full: its copy; or the model itself if nothing is sharded: then this is a no-op.
     """
-    if model is whole:
+    if model is full:
         return
-    for parts, target in zip(model.parameters(), whole.parameters(), strict=True):
-        target.copy_(parts.to(target.dtype).full_tensor())
+    for sharded, target in zip(model.parameters(), full.parameters(), strict=True):
+        target.copy_(sharded.to(target.dtype).full_tensor())
 
 
-def even(minibatches: list[list[Any]]) -> None:
-    """Gives every rank the same number of micro-batches, since all of them compute each layer together; a collective.
+def pad_micro_batches(minibatches: list[list[Any]]) -> None:
+    """Pads the lists of micro-batches to the same length on all ranks, which gather each layer together; a collective.
 
     Args:
-        minibatches: of this rank, lists of micro-batches (`batches.RolloutBatch`); where others have more, rows that
-            are not trained are added.
+        minibatches: of this rank, lists of micro-batches (`batches.RolloutBatch`); padded with untrained rows.
     """
     counts = distributed.gather_objects([len(micros) for micros in minibatches])
     for micros, most in zip(minibatches, map(max, zip(*counts, strict=True)), strict=True):

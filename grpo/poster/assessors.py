@@ -1,8 +1,7 @@
-"""Processes that do the CPU part of the reward service: parsing, rendering, comparing, reading images.
+"""Worker processes for the CPU part of the reward service: parsing, rendering, comparing, reading images.
 
-Python computes in one thread of a process at a time, so the server itself would answer nobody meanwhile. Each process
-has one thread of the server that gives it one call at a time: when the process dies or hangs, it is that call's fault
-alone, and the next one gets a new process.
+They keep Python's global lock of the server free to answer requests. Each process is driven by its own thread of the
+server, one call at a time: if the process dies or hangs, only that call fails, and the next one gets a new process.
 """
 
 import base64
@@ -40,7 +39,7 @@ CODE = "import sys; from grpo.poster.assessors import serve; serve(int(sys.argv[
 
 @dataclass(frozen=True)
 class Options:
-    """What all calls have in common."""
+    """Settings of all calls."""
 
     font_paths: tuple[str, ...] = ()
     coord_space: str = "px"
@@ -49,15 +48,15 @@ class Options:
 
 
 class Assessors:
-    """The processes; each starts with its first call."""
+    """A pool of worker processes; each starts with its first call."""
 
     def __init__(self, count: int, options: Options, seconds: float):
-        """Starts nothing yet.
+        """Starts the threads, but no process yet.
 
         Args:
-            count: of processes.
+            count: number of processes.
             options: for `assess`.
-            seconds: a call may take; then its process is killed.
+            seconds: timeout of a call, after which its process is killed.
         """
         self._options, self._seconds = options, seconds
         self._calls: queue.SimpleQueue[tuple[Future, Callable, tuple] | None] = queue.SimpleQueue()
@@ -69,19 +68,20 @@ class Assessors:
         """Calls a function in one of the processes.
 
         Args:
-            function: of a module, not a lambda.
+            function: of a module, since it is pickled.
             *args: its arguments.
 
         Returns:
-            Its value; or the Refused that it raised, or that stands for a process that hung, died or failed.
+            A future for its value, or for a Refused: raised by the function, or because the process hung, died or
+            failed.
         """
         future: Future = Future()
-        future.set_running_or_notify_cancel()  # whoever gives up waiting cannot cancel it: `_work` sets a result
+        future.set_running_or_notify_cancel()  # a caller that stops waiting must not cancel it: `_work` sets a result
         self._calls.put((future, function, args))
         return future
 
     def close(self) -> None:
-        """Ends the processes when all calls are answered."""
+        """Stops the processes after the calls in the queue."""
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads:
@@ -100,7 +100,9 @@ class Assessors:
             except (EOFError, OSError):
                 text = "the process that scored it has died; without enough memory, lower --workers"
                 refused, process = Refused("worker_died", text), process and process.kill()
-            except Exception as error:  # an answer that cannot be unpickled; without this thread, calls would wait
+            except (
+                Exception
+            ) as error:  # an answer that cannot be unpickled; this thread must go on, or calls would wait forever
                 traceback.print_exc()
                 text = f"{type(error).__name__}: see the log of the server"
                 refused, process = Refused("internal", text), process and process.kill()
@@ -114,13 +116,13 @@ class Assessors:
 
 class _Process:
     def __init__(self, options: Options, seconds: float):
-        # -P and this path: nothing in the present folder, nor grpo/poster/, whose names are short, hides a module
+        # -P and this path: neither the current folder nor grpo/poster/, with its short names, may shadow a module
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.pipe, theirs = Pipe()
         command = [sys.executable, "-P", "-c", CODE, str(theirs.fileno())]
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self.popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment)
-        theirs.close()  # or the end of the process would not be the end of the pipe
+        theirs.close()  # or the pipe would not close when the process ends
         try:
             _, refused = self.call(_prepare, (options, seconds), START_SECONDS)
             if refused:
@@ -141,28 +143,31 @@ class _Process:
         self.popen.wait()
 
 
-# ---- what runs in the processes ----
+# Inside the processes
 
-_own: dict[str, Any] = {}  # options, fonts and seconds of this process
+_state: dict[str, Any] = {}  # options, fonts and seconds of this process
 
 
 def serve(handle: int) -> None:
-    """Answers calls until the server closes the pipe, or ends in whatever way.
+    """Answers calls until the pipe closes, because the server says so or has died.
 
     Args:
         handle: file descriptor of the pipe.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the server decides when this ends
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # sent to the whole process group, but the server decides when this process ends
         signal.signal(number, signal.SIG_IGN)
-    os.nice(5)  # the server answers /health although all cores score posters
+    os.nice(5)  # the server must answer /health while all cores score posters
     pipe = Connection(handle)
     while True:
         try:
             function, args = pipe.recv()
         except EOFError:
             return
-        if "seconds" in _own:  # ends this process, should the server not be there to do it
-            signal.alarm(int(_own["seconds"]) + 10)
+        if "seconds" in _state:  # ends this process if the server is no longer there to do it
+            signal.alarm(int(_state["seconds"]) + 10)
         try:
             answer = function(*args), None
         except Refused as refused:
@@ -173,54 +178,51 @@ def serve(handle: int) -> None:
         signal.alarm(0)
         try:
             pipe.send(answer)
-        except BrokenPipeError:  # the server was killed meanwhile
+        except BrokenPipeError:  # the server was killed
             return
 
 
 def _prepare(options: Options, seconds: float) -> None:
     Image.MAX_IMAGE_PIXELS = MAX_IMAGE_PIXELS
     warnings.simplefilter("error", Image.DecompressionBombWarning)
-    _own.update(options=options, fonts=Fonts(options.font_paths), seconds=seconds)
+    _state.update(options=options, fonts=Fonts(options.font_paths), seconds=seconds)
 
 
 def assess(item: Item) -> reward.Assessed:
-    """The CPU part of a score.
+    """Computes the CPU part of a score.
 
     Args:
-        item: what to score.
+        item: to score.
 
     Raises:
-        Refused: its ground truth or an image is not usable.
+        Refused: its ground truth or an image is invalid.
     """
-    options = _own["options"]
+    options = _state["options"]
     try:
         truth = _ground_truth(item.truth)
     except ValueError as error:
         raise Refused("bad_ground_truth", str(error)) from error
     images = {name: image(reference, options.asset_root) for name, reference in item.images.items()}
     space, picture = options.coord_space, options.with_image
-    return reward.assess(item.solution, truth, fonts=_own["fonts"], images=images or None, coord_space=space,
+    return reward.assess(item.solution, truth, fonts=_state["fonts"], images=images or None, coord_space=space,
                          with_image=picture)  # fmt: skip
 
 
-@functools.lru_cache(64)  # the completions of a group come together
+@functools.lru_cache(64)  # the completions of a group arrive together
 def _ground_truth(text: str) -> layout.Poster:
     return layout.ground_truth(text)
 
 
 @functools.lru_cache(8)
 def image(reference: str, asset_root: str) -> Image.Image:
-    """An input image; nothing is ever fetched.
+    """Opens an input image, as RGB; never from the network.
 
     Args:
-        reference: base64, or a path below the asset root, or "synthetic:...".
+        reference: base64, a path below the asset root, or "synthetic:...".
         asset_root: a folder, or "" for none.
 
-    Returns:
-        RGB.
-
     Raises:
-        Refused: there is no such image, or it is too large, or of another format.
+        Refused: the image is absent, too large, or of another format.
     """
     try:
         if reference.startswith("synthetic:"):
@@ -232,7 +234,7 @@ def image(reference: str, asset_root: str) -> Image.Image:
         if len(content) > MAX_IMAGE_BYTES:
             raise ValueError(f"{len(content)} bytes: must be at most {MAX_IMAGE_BYTES}; make it smaller")
         with Image.open(io.BytesIO(content), formats=("PNG", "JPEG")) as opened:
-            if opened.width * opened.height > MAX_IMAGE_PIXELS:  # known before anything is decoded
+            if opened.width * opened.height > MAX_IMAGE_PIXELS:  # checked before decoding
                 raise ValueError(f"{opened.size} pixels: must be at most {MAX_IMAGE_PIXELS}; make it smaller")
             return pictures.rgb(opened)
     except binascii.Error as error:
@@ -245,7 +247,7 @@ def _asset(reference: str, asset_root: str) -> bytes:
     if not asset_root:
         raise ValueError("it is a path, and the server has no --asset_root")
     root = Path(asset_root).resolve()
-    path = (root / reference).resolve()  # also through links
+    path = (root / reference).resolve()  # follows links
     if not path.is_relative_to(root) or not path.is_file():
         raise ValueError(f"{reference!r:.200} is no file below the asset root")
     with path.open("rb") as file:

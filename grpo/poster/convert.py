@@ -1,23 +1,23 @@
-"""Turn poster data that you have into records that posters are trained on.
+"""Converts poster datasets that you have to records for training.
 
 Run:   python grpo/poster/convert.py --format pku --input train_csv_9973.csv --images data/pku/canvas \
            --output data/pku/rows.jsonl
 Formats:
   pku     csv with one element per line: poster_path, total_elem, cls_elem, box_elem = "[left, top, right, bottom]" in
-          px; classes 1 text, 2 logo, 3 underlay. Class 0 marks what is no element; it is left out.
+          px; classes 1 text, 2 logo, 3 underlay. Class 0 (no element) is skipped.
   cgl     the same columns with classes 1 logo, 2 text, 3 underlay, 4 embellishment, 5 highlighted text; or the JSON
           with "images" and "annotations", boxes [left, top, width, height].
   crello  JSON lines, or one JSON list, of posters with a list per attribute: canvas_width, canvas_height, type, left,
-          top, width, height; and where known text, font_size, color, align, opacity, src. Names, not class numbers.
+          top, width, height; optional: text, font_size, color, align, opacity, src. Types are names, not class numbers.
   boxes   the same with a list of elements: {"canvas": {"width", "height"}, "elements": [{"type", "box": [left, top,
-          right, bottom], "text", ..}]}; in place of a box also x or left, y or top, width, height.
-Boxes may be px or shares of the canvas: shares, if no coordinate of a poster is larger than 1.5.
-What the data lacks is made up: texts ("Text 1"), their sizes, colours that can be read on what is below, and a brief
-that names texts, sizes and images. Elements of pku and cgl come without an order: underlays go below, texts on top.
-Images are named by paths relative to the output, which therefore has to lie beside or above them.
+          right, bottom], "text", ..}]}; instead of a box also x or left, y or top, width, height.
+Boxes may be in px or in shares of the canvas: shares, if no coordinate of a poster is larger than 1.5.
+Missing attributes are invented: texts ("Text 1"), their sizes, colours that are legible on the background, and a brief
+that lists texts, sizes and images. Elements of pku and cgl have no order: underlays go below, texts on top.
+Images are stored as paths relative to the output, which must therefore be beside or above them.
 
-Nothing is shipped or downloaded. Mind the licences: PKU PosterLayout asks for a signed agreement, CGL is for
-non-commercial research, and of Crello-like templates the rights stay with their designers.
+Nothing is shipped or downloaded. Mind the licences: PKU PosterLayout requires a signed agreement, CGL is for
+non-commercial research, and the rights to Crello-like templates stay with their designers.
 """
 
 import ast
@@ -45,7 +45,7 @@ CLASSES = {
     "cgl": {1: "logo", 2: "text", 3: "underlay", 4: "shape", 5: "text"},
 }
 COLUMNS = {"poster_path", "cls_elem", "box_elem"}
-SHARES = 1.5  # boxes reach over the edge of a canvas, but not by half of it; px boxes are larger
+SHARES = 1.5  # largest coordinate of boxes in shares of the canvas; boxes in px are larger
 COPIED = ("font_size", "color", "fill", "align", "opacity", "src")
 LIGHT, DARK = "#FFFFFF", "#111111"
 
@@ -56,7 +56,7 @@ class Config:
 
     format: str = ""  # pku, cgl, crello or boxes
     input: str = ""  # file of the data
-    output: str = ""  # .jsonl to be written
+    output: str = ""  # .jsonl to write
     images: str = ""  # folder of the input images; "": none
     width: int = 513  # px of the canvas, for csv data without images
     height: int = 750  # the same
@@ -73,34 +73,34 @@ class Config:
 
 
 def convert(cfg: Config) -> list[dict[str, Any]]:
-    """Returns the records of a file.
+    """Converts a file to records.
 
     Args:
-        cfg: what to read.
+        cfg: with the file and its format.
 
     Raises:
-        ValueError: a row breaks a rule; the message names both. None is skipped.
+        ValueError: a row breaks a rule; no row is skipped.
     """
     path = Path(cfg.input)
     if cfg.format == "cgl" and path.suffix == ".json":
-        posters = _annotated(path)
+        posters = _coco_posters(path)
     elif cfg.format in CLASSES:
-        posters = _csv(path, CLASSES[cfg.format])
+        posters = _csv_posters(path, CLASSES[cfg.format])
     else:
-        posters = _listed(path)
+        posters = _json_posters(path)
     converted = []
     for where, poster in posters:
         try:
             converted.append(_record(poster, cfg))
         except (ValueError, TypeError, KeyError) as error:
-            said = f"{error} is missing; add it" if isinstance(error, KeyError) else error
-            raise ValueError(f"{where}: {said}") from error
+            text = f"{error} is missing; add it" if isinstance(error, KeyError) else error
+            raise ValueError(f"{where}: {text}") from error
     require(bool(converted), cfg.input, "holds no poster with an element", "give another file")
     return converted
 
 
-def _csv(path: Path, classes: dict[int, str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Posters of a csv file with one element per line, in the order in which they first appear."""
+def _csv_posters(path: Path, classes: dict[int, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Posters of a csv file with one element per line, in order of first appearance."""
     posters: dict[str, dict[str, Any]] = {}
     lines: dict[str, str] = {}
     with open(path, newline="", encoding="utf-8-sig") as file:
@@ -119,12 +119,12 @@ def _csv(path: Path, classes: dict[int, str]) -> Iterator[tuple[str, dict[str, A
             lines.setdefault(name, where)
             if number:
                 poster["elements"].append({"type": classes[number], "box": box})
-    yield from ((lines[name], _ordered(poster)) for name, poster in posters.items() if poster["elements"])
+    yield from ((lines[name], _sorted_layers(poster)) for name, poster in posters.items() if poster["elements"])
 
 
-def _annotated(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Posters of a JSON file with a list of images and a list of annotations, or of lists of these."""
-    value = _json(path)
+def _coco_posters(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Posters of a JSON file in COCO format; annotations may be nested in lists."""
+    value = _load_json(path)
     whole = isinstance(value, dict) and {"images", "annotations"} <= value.keys()
     require(
         whole, str(path), 'must hold an object with "images" and "annotations"', "give the file as it was published"
@@ -143,14 +143,14 @@ def _annotated(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if image["id"] in elements:
             poster = {"id": image["file_name"], "image": image["file_name"], "elements": elements[image["id"]]}
             poster["canvas"] = {"width": image["width"], "height": image["height"]}
-            yield f"{path}, image {index}", _ordered(poster)
+            yield f"{path}, image {index}", _sorted_layers(poster)
 
 
-def _listed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Posters of JSON lines or of one JSON list, columns turned into elements."""
+def _json_posters(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Posters of JSON lines or of one JSON list; lists per attribute become elements."""
     with open(path, encoding="utf-8-sig") as file:
         is_list = file.read(1) == "["
-    rows = _json(path) if is_list else read_json_lines(path)
+    rows = _load_json(path) if is_list else read_json_lines(path)
     for index, row in enumerate(rows):
         where = f"{path}, row {index}"
         require(isinstance(row, dict), f"{where}: {row!r:.40}", "must be an object", "write one poster there")
@@ -165,7 +165,7 @@ def _listed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, {"id": str(index), **row}
 
 
-def _json(path: Path) -> Any:
+def _load_json(path: Path) -> Any:
     """The value of a JSON file."""
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"))
@@ -173,16 +173,16 @@ def _json(path: Path) -> Any:
         raise ValueError(f"{path}: no JSON ({error}); correct the file") from error
 
 
-def _ordered(poster: dict[str, Any]) -> dict[str, Any]:
-    """The poster with underlays at the bottom and texts on top."""
+def _sorted_layers(poster: dict[str, Any]) -> dict[str, Any]:
+    """Sorts the elements of a poster: underlays at the bottom, texts on top."""
     rank = {"underlay": 0, "text": 2}
     return poster | {"elements": sorted(poster["elements"], key=lambda element: rank.get(element["type"], 1))}
 
 
 def _record(poster: dict[str, Any], cfg: Config) -> dict[str, Any]:
-    """One poster, whatever it came from, as a record."""
+    """Converts a poster of any format to a record."""
     folder, paths, layers, photo = records.folder_of(cfg.output), [], [], None
-    if cfg.images and "image" in poster:  # the image that the poster is laid out on
+    if cfg.images and "image" in poster:  # the background photo of the poster
         paths.append(_relative(poster["image"], cfg))
         photo = records.open_image(paths[0], folder)
     default = (photo.width, photo.height) if photo else (cfg.width, cfg.height)
@@ -209,7 +209,7 @@ def _record(poster: dict[str, Any], cfg: Config) -> dict[str, Any]:
             layer.setdefault("fill", LIGHT)
         if kind == "text":
             number = 1 + sum(other["type"] == "text" for other in layers)
-            layer = _lettered(layer, element.get("text") or f"Text {number}", layers, photo, background)
+            layer = _with_text(layer, element.get("text") or f"Text {number}", layers, photo, background)
         layers.append(layer)
     canvas = {"width": width, "height": height, "background": background}
     truth = {"canvas": canvas, "layers": layers}
@@ -220,20 +220,20 @@ def _record(poster: dict[str, Any], cfg: Config) -> dict[str, Any]:
 
 
 def _corners(element: dict[str, Any]) -> tuple[float, float, float, float]:
-    """Left, top, right, bottom of an element, in the unit of the data."""
+    """Left, top, right, bottom of an element, in the units of the data."""
     if "box" in element:
         box = element["box"]
     else:
         left, top = (element[near if near in element else far] for near, far in (("x", "left"), ("y", "top")))
         box = [left, top, left + element["width"], top + element["height"]]
     good = isinstance(box, (list, tuple)) and len(box) == 4 and all(type(side) in (int, float) for side in box)
-    if not good or not (box[0] < box[2] and box[1] < box[3]):  # NaN is not less
+    if not good or not (box[0] < box[2] and box[1] < box[3]):  # also rejects NaN
         raise ValueError(f"box {box!r}: must be left < right and top < bottom, four numbers; correct or remove it")
     return tuple(box)
 
 
 def _value(key: str, value: Any) -> Any:
-    """An attribute as the schema has it; colours may be three numbers."""
+    """Converts an attribute to the poster schema; colours may be three numbers."""
     if key in ("color", "fill") and isinstance(value, (list, tuple)):
         if len(value) != 3 or not all(type(part) in (int, float) and 0 <= part <= 255 for part in value):
             raise ValueError(f"{key} {value!r}: must be #RRGGBB or three numbers from 0 to 255; convert it")
@@ -242,16 +242,16 @@ def _value(key: str, value: Any) -> Any:
 
 
 def _relative(name: str, cfg: Config) -> str:
-    """Path of an image from the folder of the output."""
+    """Path of an image relative to the folder of the output."""
     require(bool(cfg.images), f"image {name!r}", "needs a folder to be in", "pass --images")
     path = records.image_path(name, Path(cfg.images).resolve())
     return path.relative_to(Path(cfg.output).resolve().parent).as_posix()
 
 
-def _lettered(
+def _with_text(
     layer: dict[str, Any], text: str, below: list[dict[str, Any]], photo: Image.Image | None, background: str
 ) -> dict[str, Any]:
-    """A text layer with its text, a size at which that fits, and a colour that can be read on what is below."""
+    """Adds to a text layer its text, a font size that fits, and a colour that is legible on the layers below."""
     size = min(layer["height"] / 1.3, layer["width"] / (0.65 * len(text)))
     layer = layer | {"text": text, "font_size": layer.get("font_size", round(size, 2))}
     x, y = layer["x"] + layer["width"] / 2, layer["y"] + layer["height"] / 2
@@ -267,7 +267,7 @@ def _lettered(
 
 
 def _brief(truth: dict[str, Any], seed: str) -> str:
-    """The brief of a poster: its canvas, its texts in a shuffled order, its images, and how many of everything else."""
+    """The brief of a poster: canvas, texts in shuffled order, images, and the number of other elements."""
     canvas, layers = truth["canvas"], truth["layers"]
     lines = [f'text {layer["font_size"]:.0f}px "{layer["text"]}"' for layer in layers if layer["type"] == "text"]
     random.Random(seed).shuffle(lines)
@@ -279,7 +279,7 @@ def _brief(truth: dict[str, Any], seed: str) -> str:
 
 
 def main() -> None:
-    """Reads the command line, converts, and writes the file when every row was good."""
+    """Reads the command line, converts, and writes the file if every row is valid."""
     cfg = config.parse(Config)
     converted = convert(cfg)
     path = Path(cfg.output)

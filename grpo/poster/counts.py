@@ -1,18 +1,18 @@
-"""Counters and histograms of a server, in the text format of Prometheus."""
+"""Counters and histograms of a server, in the Prometheus text format."""
 
 import threading
 from collections.abc import Sequence
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-SHARES = tuple(i / 10 for i in range(11))  # of numbers in [0, 1]
+SHARES = tuple(i / 10 for i in range(11))  # for values in [0, 1]
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Counts:
-    """What happened so far; any thread may add to it."""
+    """Thread-safe counters and histograms."""
 
     def __init__(self, prefix: str):
-        """Nothing has happened.
+        """Starts empty.
 
         Args:
             prefix: of all names.
@@ -23,12 +23,12 @@ class Counts:
         self._lock = threading.Lock()
 
     def add(self, name: str, value: float = 1, **labels: str | int) -> None:
-        """Counts something.
+        """Increases a counter.
 
         Args:
-            name: of the counter, which ends with "_total".
-            value: how much more, at least 0.
-            **labels: names and values of a kind of which there are few: they are kept for ever.
+            name: of the counter, ending with "_total".
+            value: increment, at least 0.
+            **labels: must have few different values, since all are kept.
         """
         with self._lock:
             self._kinds[name] = "counter"
@@ -39,8 +39,8 @@ class Counts:
 
         Args:
             name: of the histogram.
-            value: anything finite.
-            bounds: upper ends of its buckets, rising; always the same for a name.
+            value: finite.
+            bounds: upper bounds of its buckets, increasing; always the same for a name.
             **labels: as for `add`.
         """
         with self._lock:
@@ -51,10 +51,10 @@ class Counts:
             self._increase(name, "_count" + _labels(labels), 1)
 
     def text(self, gauges: dict[str, float]) -> str:
-        """Everything, as /metrics gives it.
+        """All values, as the body of /metrics.
 
         Args:
-            gauges: what is measured now, by name.
+            gauges: current values by name.
         """
         lines = []
         with self._lock:

@@ -1,4 +1,4 @@
-"""What a scorer answers in place of a score."""
+"""The error of a visual scorer."""
 
 
 class ScorerError(Exception):
@@ -7,7 +7,7 @@ class ScorerError(Exception):
     Args:
         code: short snake_case word for counters.
         message: value, rule, remedy.
-        retryable: whether asking again may help.
+        retryable: whether a retry may succeed.
     """
 
     def __init__(self, code: str, message: str = "", retryable: bool = False) -> None:

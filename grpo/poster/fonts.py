@@ -1,7 +1,7 @@
-"""Letters as pixels: glyphs and widths from font files, and which characters no font has.
+"""Glyphs and widths from font files, and the characters that no font has.
 
-Letters are set one by one without kerning, left to right, each from the first font that has it. Widths are measured at
-one large size, so that what fits into a box does not depend on the resolution.
+Letters are set left to right without kerning, each from the first font that has it. Widths are measured at one large
+size, so that whether a text fits into a box does not depend on the resolution.
 """
 
 import hashlib
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import ImageFont, features
 
-INK = 64  # of 255: a pixel with more of a letter belongs to it
-_EM = 256  # px, size at which widths are measured
-_PROBE = 40  # px, size at which letters are compared with the box for missing ones
-_SAMPLE = 32.0  # px, size at which ink is estimated
+INK = 64  # of 255: coverage from which a pixel counts as ink
+_EM = 256  # px, font size at which widths are measured
+_PROBE = 40  # px, font size at which letters are compared with the box for missing glyphs
+_SAMPLE = 32.0  # px, font size at which ink is estimated
 _NO_CHARACTER = "\ufffe"  # never assigned, so every font draws its box for missing glyphs
 
 
 @dataclass(frozen=True)
 class Glyph:
-    """Coverage of one letter, its offset from the pen, and its pixels of ink."""
+    """Coverage of one letter, its offset from the pen, and its number of ink pixels."""
 
     mask: np.ndarray  # uint8 [h, w]
     left: int
@@ -30,13 +30,13 @@ class Glyph:
 
 
 class Fonts:
-    """Letters from font files in the order given, and from the font inside Pillow for what they lack.
+    """Letters from font files, and from Pillow's built-in font for characters that these lack.
 
     Args:
-        paths: TrueType or OpenType files.
+        paths: TrueType or OpenType files, in order of priority.
 
     Raises:
-        ValueError: a file that is no font.
+        ValueError: a file is not a font.
     """
 
     def __init__(self, paths: Sequence[str] = ()) -> None:
@@ -52,7 +52,7 @@ class Fonts:
         builtin = ImageFont.load_default(_EM).font_variant(layout_engine=ImageFont.Layout.BASIC)
         self._faces.append(builtin)
         hashes.append(hashlib.sha256(builtin.path.getvalue()).hexdigest()[:16] if _in_memory(builtin) else "builtin")
-        #: what the pixels depend on, for fingerprints
+        #: everything that the pixels depend on, for fingerprints
         self.identity = f"fonts {' '.join(hashes)} freetype {features.version('freetype2')}"
         self._probes = [face.font_variant(size=_PROBE) for face in self._faces]
         self._boxes = [_mask(face, _NO_CHARACTER) for face in self._probes]
@@ -63,7 +63,7 @@ class Fonts:
         self._bytes = 0  # of the glyphs
 
     def missing(self, text: str) -> set[str]:
-        """Characters of a text that no font has, and that show as one and the same box."""
+        """Characters of a text that no font has, which all look like the same box."""
         for char in text:
             self._width(char)
         return self._missing.intersection(text)
@@ -73,7 +73,7 @@ class Fonts:
         return sum(self._width(char)[1] for char in line)
 
     def pens(self, line: str, size: float) -> list[tuple[str, float]]:
-        """The characters of a line and the pen position of each, in px, at a font size in px."""
+        """The characters of a line with their pen positions in px, at a font size in px."""
         positions, pen = [], 0.0
         for char in line:
             positions.append((char, pen))
@@ -81,12 +81,12 @@ class Fonts:
         return positions
 
     def glyph(self, char: str, size: float) -> Glyph:
-        """One letter at a font size in px, to the nearest quarter."""
+        """One letter at a font size in px, rounded to a quarter."""
         drawn = max(1.0, round(round(size, 6) * 4) / 4)
         return self._glyphs.get((char, drawn)) or self._draw(char, drawn)
 
     def ink(self, char: str, size: float) -> float:
-        """About how many pixels of ink a letter has, without drawing it at this size."""
+        """Estimated ink pixels of a letter, without drawing it at this size."""
         return self.glyph(char, _SAMPLE).ink * (size / _SAMPLE) ** 2
 
     def _width(self, char: str) -> tuple[int, float]:
@@ -101,7 +101,7 @@ class Fonts:
 
     def _draw(self, char: str, size: float) -> Glyph:
         key = self._width(char)[0], size
-        if len(self._sized) > 256:  # a policy chooses sizes: without a bound it also chooses our memory
+        if len(self._sized) > 256:  # the policy chooses the sizes: bound the cache
             self._sized.clear()
         if len(self._glyphs) > 20_000 or self._bytes > 2**25:
             self._glyphs.clear()

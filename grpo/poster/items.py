@@ -1,11 +1,11 @@
-"""What may be asked of the reward service, how it is read, and the errors that stand in place of a score.
+"""Requests of the reward service, their validation, and its errors.
 
-Asked:   {"id", "solution_str", "ground_truth", "extra_info"}: /compute_reward; {"items": [...]}: /compute_reward_batch.
-         No name may stand twice in an object, and no number may be NaN or infinite.
+Request: {"id", "solution_str", "ground_truth", "extra_info"} to /compute_reward, or {"items": [...]} of these to
+         /compute_reward_batch. Objects must not have duplicate keys, and numbers must be finite.
          `ground_truth` is an object or its JSON text. `extra_info` may hold "images": input images by id, or a list of
          them ("image_1" first); each is base64 of a PNG or JPEG, the path of one below the asset root, or a reference
          of grpo/poster/synthetic.py. Scorers get the rest of `extra_info`.
-The policy's fault, a malformed poster, is no error: it has a score, 0.
+A malformed poster is the policy's fault and no error: it scores 0.
 """
 
 import json
@@ -19,11 +19,11 @@ from grpo.poster import layout
 MAX_BODY = 2**23  # bytes of a request
 MAX_ITEMS = 256  # of a request
 MAX_IMAGES = 16  # of an item
-MAX_EXTRA = 2**16  # characters of extra_info as JSON, images apart
-MAX_DEPTH = 32  # of lists and objects in extra_info: whoever reads it again must not run out of stack
+MAX_EXTRA = 2**16  # characters of extra_info as JSON, without images
+MAX_DEPTH = 32  # of nested lists and objects in extra_info, so that no parser of it hits its recursion limit
 MAX_ID = 256  # characters
 
-CODES = {  # status, and whether the same request may have a score later
+CODES = {  # HTTP status, and whether a retry may succeed
     "bad_json": (400, False),
     "bad_token": (401, False),
     "bad_host": (403, False),
@@ -51,13 +51,13 @@ class Refused(Exception):
     """A request or an item that gets no score.
 
     Attributes:
-        code: of `CODES`, or a scorer's own, which is a service error.
-        status: of HTTP, if it is the only item.
-        retryable: whether the same may have a score later.
+        code: of `CODES`, or of a scorer.
+        status: HTTP status, for a single item.
+        retryable: whether a retry may succeed.
     """
 
     def __init__(self, code: str, text: str, retryable: bool | None = None):
-        super().__init__(code, text, retryable)  # what it is pickled from
+        super().__init__(code, text, retryable)  # args, for pickle
         self.code, self.text = code, text
         self.status, known = CODES.get(code, (503, True))
         self.retryable = known if retryable is None else retryable
@@ -67,7 +67,7 @@ class Refused(Exception):
 
     @property
     def result(self) -> dict[str, Any]:
-        """Its place in the answer to a batch."""
+        """Its entry in the answer to a batch."""
         return {"ok": False, "error": {"code": self.code, "message": self.text, "retryable": self.retryable}}
 
 
@@ -83,14 +83,14 @@ class Item:
 
 
 def read(body: bytes, many: bool) -> list[Item]:
-    """The items of a request.
+    """Parses the items of a request, in time and memory linear in its length.
 
     Args:
-        body: JSON; its time and memory are linear in its length.
+        body: JSON.
         many: whether it is a batch.
 
     Raises:
-        Refused: it is no JSON, or not of the form above.
+        Refused: it is not JSON, or not of the form above.
     """
     try:
         return _items(json.loads(body, object_pairs_hook=_object), many)
@@ -125,21 +125,21 @@ def _item(value: Any, name: str) -> Item:
     given = {key: x for key, x in extra.items() if key != "images"}
     rest = json.dumps(given)
     _require(len(rest) <= MAX_EXTRA, f"extra_info of {name}", f"{len(rest)} characters", f"at most {MAX_EXTRA}")
-    depth, where = _depth(given), layout.not_finite(given, "extra_info")
+    depth, where = _depth(given), layout.find_not_finite(given, "extra_info")
     _require(depth <= MAX_DEPTH, f"extra_info of {name}", f"{depth} levels", f"at most {MAX_DEPTH}")
     _require(not where, f"{where} of {name}", "NaN or infinite", "must be a JSON number")
     return Item(number, solution, truth if isinstance(truth, str) else json.dumps(truth), rest, images)
 
 
 def timeout_seconds(header: str | None, most: float) -> float:
-    """How long a client waits.
+    """Seconds that a client waits for an answer.
 
     Args:
         header: X-Timeout-Ms.
-        most: seconds, also without the header.
+        most: upper limit, and the value without the header.
 
     Raises:
-        Refused: it is no number above 0.
+        Refused: it is not a number above 0.
     """
     if header is None:
         return most
@@ -159,7 +159,7 @@ def _require(holds: bool, name: str, got: Any, rule: str) -> None:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
-    if len(value) < len(pairs):  # readers disagree on which one counts
+    if len(value) < len(pairs):  # parsers disagree on which one counts
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"{name!r:.80} stands twice in an object")
     return value

@@ -1,19 +1,18 @@
-"""Poster JSON: what a policy writes and what a record holds, read into layers whose boxes are fractions of the canvas.
+"""The poster JSON of policies and records, parsed into layers whose boxes are fractions of the canvas.
 
     {"canvas": {"width": 600, "height": 800, "background": "#1B2A41"},
      "layers": [{"type": "image", "src": "image_1", "x": 48, "y": 360, "width": 504, "height": 280},
                 {"type": "text", "text": "Night Market", "x": 48, "y": 64, "width": 504, "height": 54,
                  "font_size": 40, "color": "#FFFFFF", "align": "left"}]}
 
-Layers are listed bottom to top. All have type (KINDS), x, y, width, height, and may have opacity, and z to be sorted by
-in place of their position. A text has text, and may have font_size (else 0.7 heights), color and align; background,
-shape and underlay may have fill; image and logo have src, the id of an input image, never a path. Other fields are
-allowed and not read. A policy's canvas has its size from the record.
+Layers are listed bottom to top. All have type (KINDS), x, y, width, height, and may have opacity, and z, which replaces
+their position in the list as the sort key. A text has text, and may have font_size (default: 0.7 of its height), color
+and align; background, shape and underlay may have fill; image and logo have src, the id of an input image, never a
+path. Other fields are ignored. The size of a policy's canvas is that of the record.
 
-A policy's fault is `Malformed` (the whole text is worth nothing) or a dropped layer (counted, and it still counts as
-emitted). A record's fault is a ValueError: no policy may pay for it. Nothing is repaired, as a policy that is paid for
-half a JSON never learns to stop, and everything is linear in the length of the text, as a policy that degenerates
-writes 60,000 brackets sooner or later.
+Errors of a policy raise `Malformed` (the completion scores 0) or drop a layer (which still counts as emitted). Errors
+of a record raise ValueError: the policy must not pay for them. Nothing is repaired: a policy that is rewarded for half
+a JSON never learns to stop. Everything takes linear time: a degenerate policy may write 60,000 brackets.
 """
 
 import contextlib
@@ -39,12 +38,12 @@ COORD_SPACES = ("px", "rel1000")
 MAX_SOLUTION = 65_536  # characters a policy may write
 MAX_TRUTH = 262_144  # characters of a ground truth
 MAX_CANVAS = 8192  # px
-MAX_LAYERS = 64  # of a ground truth, and the most that is ever painted
-MAX_DEPTH = 16  # of brackets
+MAX_LAYERS = 64  # of a ground truth, and painted of a policy's poster
+MAX_DEPTH = 16  # of nested brackets
 MAX_TEXT = 500  # characters of one layer, normalised
-MAX_RAW_TEXT = 1000  # before: sorting combining marks (NFKC) takes quadratic time
-MAX_CHARACTERS = 4000  # of all layers together
-MAX_BOX = 4.0  # sides of a canvas
+MAX_RAW_TEXT = 1000  # before normalisation: NFKC sorts combining marks in quadratic time
+MAX_CHARACTERS = 4000  # of all layers
+MAX_BOX = 4.0  # times the side of the canvas
 FONT_SIZES = (4.0, 400.0)  # canvas px
 RULES = {
     "not_an_object": "a layer must be an object",
@@ -62,7 +61,7 @@ RULES = {
 
 
 class Malformed(Exception):
-    """A policy's text that holds no poster; `reason` is one word for counters."""
+    """A completion without a valid poster; `reason` is one word for counters."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -75,17 +74,17 @@ class _Invalid(Exception):
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer; x, y, width, height are fractions of the canvas, and font_size one of its height."""
+    """One layer; x, y, width, height are fractions of the canvas, font_size of its height."""
 
     kind: str
     x: float
     y: float
     width: float
     height: float
-    color: tuple[int, int, int]  # of the letters, or the fill
+    color: tuple[int, int, int]  # of the text, or the fill
     opacity: float = 1.0
     text: str = ""  # normalised, one line
-    lines: tuple[str, ...] = ()  # normalised, as they are painted
+    lines: tuple[str, ...] = ()  # normalised, as painted
     font_size: float = 0.0
     align: str = "left"
     src: str = ""
@@ -97,7 +96,7 @@ class Layer:
 
     @property
     def area(self) -> float:
-        """Share of the canvas, also of what sticks out of it."""
+        """Area as a share of the canvas, including the part outside it."""
         return self.width * self.height
 
 
@@ -109,14 +108,14 @@ class Poster:
     height: int
     background: tuple[int, int, int]
     layers: tuple[Layer, ...]
-    emitted: int  # layers as written, with those that were dropped
-    invalid: dict[str, int] = field(default_factory=dict)  # reason -> layers
-    format: float = 1.0  # 0.8 if the JSON stood in prose
+    emitted: int  # layers that the policy wrote, including dropped ones
+    invalid: dict[str, int] = field(default_factory=dict)  # number of dropped layers by reason
+    format: float = 1.0  # 0.8 if the JSON is surrounded by prose
     warnings: tuple[str, ...] = ()
 
 
 def normalise(text: str) -> str:
-    """One line of NFKC text without control and format characters, for comparing and painting.
+    """Normalises a text to one line of NFKC without control and format characters.
 
     Args:
         text: at most MAX_RAW_TEXT characters.
@@ -126,20 +125,20 @@ def normalise(text: str) -> str:
         for char in unicodedata.normalize("NFKC", text):
             if char.isspace():
                 kept.append(" ")
-            elif unicodedata.category(char) not in ("Cf", "Cc", "Cs"):  # Cs: half a surrogate pair, which no font has
+            elif unicodedata.category(char) not in ("Cf", "Cc", "Cs"):  # Cs: lone surrogates, which no font has
                 kept.append(char)
         text = "".join(kept)
     return " ".join(text.split())
 
 
 def ground_truth(value: dict | str) -> Poster:
-    """The poster of a record.
+    """Parses the poster of a record.
 
     Args:
-        value: a poster object as above, where `canvas` is required, or its JSON; boxes in px.
+        value: a poster object as above, with `canvas`, or its JSON; boxes in px.
 
     Raises:
-        ValueError: it breaks a rule; the message has the value, the rule and the remedy.
+        ValueError: it breaks a rule.
     """
     if not isinstance(value, (dict, str)):
         raise ValueError(f"ground_truth is a {type(value).__name__}: pass an object with canvas and layers, or JSON")
@@ -162,8 +161,8 @@ def _ground_truth(text: str) -> Poster:
     except (Malformed, ValueError) as error:
         where = ""
         if str(error) == "not_finite":
-            with contextlib.suppress(ValueError):  # the rest may be no JSON at all
-                where = not_finite(json.loads(text, parse_int=float), "ground_truth")
+            with contextlib.suppress(ValueError):  # the rest may not be JSON
+                where = find_not_finite(json.loads(text, parse_int=float), "ground_truth")
         if where:
             raise ValueError(f"{where} is NaN, infinite or too long a number: correct the record") from None
         raise ValueError(f"ground_truth {text[:60]!r} is no JSON ({error}): pass one object, finite numbers") from None
@@ -190,7 +189,7 @@ def _ground_truth(text: str) -> Poster:
             raise ValueError(f"layer {index}, {item!r:.120}: {RULES[str(error)]}; correct the record") from None
     layers.sort(key=lambda pair: pair[0])
     poster = Poster(width, height, background, tuple(layer for _, layer in layers), len(layers))
-    outside = sum(_off_canvas(layer) for layer in poster.layers)
+    outside = sum(_is_off_canvas(layer) for layer in poster.layers)
     fractions = all(layer.width * width <= 1 and layer.height * height <= 1 for layer in poster.layers)
     if fractions or outside > max(1, len(layers) // 2):
         what = "no box is larger than a pixel" if fractions else f"{outside} of {len(layers)} boxes lie off the canvas"
@@ -198,15 +197,12 @@ def _ground_truth(text: str) -> Poster:
     return poster
 
 
-def not_finite(value: Any, name: str) -> str:
-    """Where in a value of JSON a number stands that is none, such as "ground_truth.layers[0].x".
+def find_not_finite(value: Any, name: str) -> str:
+    """The path of the first NaN or infinite number in a JSON value, such as "ground_truth.layers[0].x"; "" if none.
 
     Args:
-        value: nested as deep as the stack allows.
+        value: not nested deeper than the recursion limit.
         name: of the value.
-
-    Returns:
-        "" if all are finite.
     """
     if isinstance(value, float):
         return "" if math.isfinite(value) else name
@@ -214,26 +210,26 @@ def not_finite(value: Any, name: str) -> str:
         inner = [(f"{name}.{key:.80}", x) for key, x in value.items()]
     else:
         inner = [(f"{name}[{i}]", x) for i, x in enumerate(value)] if isinstance(value, list) else []
-    return next(filter(None, (not_finite(x, path) for path, x in inner)), "")
+    return next(filter(None, (find_not_finite(x, path) for path, x in inner)), "")
 
 
-def reaches_out(layers: Sequence[Layer]) -> bool:
-    """Whether most boxes end a tenth of the canvas or more to the right of it, or below, as thousandths often do."""
+def mostly_beyond_canvas(layers: Sequence[Layer]) -> bool:
+    """Whether most boxes end a tenth of the canvas or more beyond it, which suggests coordinates in thousandths."""
     return 2 * sum(max(layer.box[2:]) > 1.1 for layer in layers) > len(layers)
 
 
-def _off_canvas(layer: Layer) -> bool:
+def _is_off_canvas(layer: Layer) -> bool:
     left, top, right, bottom = layer.box
     return left >= 1 or top >= 1 or right <= 0 or bottom <= 0
 
 
 def parse(solution: str, truth: Poster, coord_space: str = "px") -> Poster:
-    """The poster that a policy wrote, on the canvas of the ground truth.
+    """Parses the completion of a policy to a poster on the canvas of the ground truth.
 
     Args:
-        solution: the completion, with or without thoughts, a fence, or prose.
-        truth: gives the canvas, and how many layers are painted at most: 4 m + 8 for its m, and never above 64.
-        coord_space: "px" of the canvas, or "rel1000": thousandths of its width and height, font sizes of its height.
+        solution: the completion, possibly with thoughts, a code fence, or prose.
+        truth: determines the canvas and the layer limit: 4 m + 8 for its m layers, at most 64.
+        coord_space: "px" of the canvas, or "rel1000": thousandths of its width and height (font sizes: of its height).
 
     Raises:
         Malformed: there is no poster with at least one valid layer.
@@ -263,19 +259,19 @@ def parse(solution: str, truth: Poster, coord_space: str = "px") -> Poster:
         kept.append(layer)
     if len(kept) < len(layers):
         warnings.append("layers_cut")
-    # if these happen often, the policy counts in another unit: see coord_space
-    if any(map(_off_canvas, kept)):
+    # if these warnings are frequent, the policy uses another unit: see coord_space
+    if any(map(_is_off_canvas, kept)):
         warnings.append("off_canvas")
     unit_x, unit_y = (truth.width, truth.height) if coord_space == "px" else (1000, 1000)
     if all(layer.width * unit_x <= 1 and layer.height * unit_y <= 1 for layer in kept):
         warnings.append("fractions")
-    if reaches_out(kept):
+    if mostly_beyond_canvas(kept):
         warnings.append("beyond_canvas")
     return Poster(truth.width, truth.height, background, tuple(kept), len(raw), dict(invalid), fmt, tuple(warnings))
 
 
 def _canvas(value: Any, truth: Poster, coord_space: str) -> tuple[tuple[int, int, int], list[str]]:
-    """Background of a policy's canvas; its size is never taken, or a tiny canvas would make everything fit."""
+    """Background of a policy's canvas, and warnings; its size is ignored: on a tiny canvas everything would fit."""
     white = (255, 255, 255)
     if value is None:
         return white, []
@@ -290,7 +286,7 @@ def _canvas(value: Any, truth: Poster, coord_space: str) -> tuple[tuple[int, int
 
 
 def _layer(item: Any, index: int, canvas_width: int, canvas_height: int, coord_space: str) -> tuple[float, Layer]:
-    """Sort key and layer, or _Invalid with a key of RULES."""
+    """Parses a layer; returns it with its sort key, or raises _Invalid with a key of RULES."""
     if not isinstance(item, dict):
         raise _Invalid("not_an_object")
     kind = item.get("type")
@@ -335,7 +331,7 @@ def _layer(item: Any, index: int, canvas_width: int, canvas_height: int, coord_s
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)  # finite, the decoder saw to it
+    return isinstance(value, (int, float)) and not isinstance(value, bool)  # the decoder ensures that it is finite
 
 
 def _number(item: dict, key: str, default: float) -> float:
@@ -357,39 +353,39 @@ def _color(value: Any, default: tuple[int, int, int]) -> tuple[int, int, int]:
 
 
 def _extract(solution: str) -> tuple[dict, float]:
-    """The JSON object with `layers` in a completion, and its format score."""
+    """Finds the JSON object with `layers` in a completion; returns it with its format score."""
     if len(solution) > MAX_SOLUTION:
         raise Malformed("too_long")
     text = _unwrap(solution.rpartition("</think>")[2].strip())
-    if text.startswith("<think>"):  # thoughts without an end
+    if text.startswith("<think>"):  # unclosed
         raise Malformed("no_json")
     *_, last = -1, *(match.start() for match in _LAYERS.finditer(text))
     starts = [0] if text.startswith("{") else []
-    if last > 0 and (around := _around(text, last)) is not None:
-        starts.append(around)
+    if last > 0 and (outer := _enclosing_object(text, last)) is not None:
+        starts.append(outer)
     position = last
-    for _ in range(4):  # every "{" would take quadratic time on a text of nothing else
+    for _ in range(4):  # trying every "{" would take quadratic time
         position = text.rfind("{", 0, position) if position > 0 else -1
         if position < 0:
             break
         starts.append(position)
-    earlier = None
+    draft = None
     for start in dict.fromkeys(starts):
-        value, end = _value(text, start)
+        value, end = _decode_at(text, start)
         if isinstance(value, dict) and "layers" in value:
-            around = _around(text, start)
-            if around is not None and _value(text, around)[0] is None:
-                continue  # a piece of something broken, such as a group of layers in a poster without an end
+            outer = _enclosing_object(text, start)
+            if outer is not None and _decode_at(text, outer)[0] is None:
+                continue  # part of a broken object, such as a group of layers in a truncated poster
             if end > last:
                 return value, 1.0 if start == 0 and end == len(text) else 0.8
-            earlier = earlier or value  # a draft: of several posters the last counts
-    if earlier is None:
+            draft = draft or value  # of several posters the last one counts
+    if draft is None:
         raise Malformed("no_json")
-    return earlier, 0.8
+    return draft, 0.8
 
 
-def _value(text: str, start: int) -> tuple[Any, int]:
-    """The JSON value that begins at `start` and where it ends; None if there is none."""
+def _decode_at(text: str, start: int) -> tuple[Any, int]:
+    """The JSON value that begins at `start`, or None if it is invalid, and where it ends."""
     if _too_deep(text, start):
         raise Malformed("too_deep")
     try:
@@ -400,10 +396,10 @@ def _value(text: str, start: int) -> tuple[Any, int]:
         raise Malformed("too_deep") from None
 
 
-def _around(text: str, start: int) -> int | None:
-    """Where the outermost object around `start` begins, if something there looks like one, in JSON or nearly.
+def _enclosing_object(text: str, start: int) -> int | None:
+    """Where the outermost object around `start` begins, in JSON or something similar; None if there is none.
 
-    A fence begins anew: code before it may have braces in its strings.
+    The search begins at the last code fence: code before it may have braces in its strings.
     """
     open_braces: list[int] = []
     for match in _OBJECT_OR_BRACE.finditer(text, text.rfind("\n```", 0, start) + 1, start):
@@ -415,7 +411,7 @@ def _around(text: str, start: int) -> int | None:
 
 
 def _unwrap(text: str) -> str:
-    """The inside of one fence or one answer tag around the whole text."""
+    """Removes a code fence or an answer tag around the whole text."""
     if text.startswith("<answer>") and text.endswith("</answer>"):
         return text[len("<answer>") : -len("</answer>")].strip()
     head, newline, rest = text.partition("\n")
@@ -424,13 +420,15 @@ def _unwrap(text: str) -> str:
     return text
 
 
-_LAYERS = re.compile(r'"layers"\s*:')  # not where prose speaks of them
+_LAYERS = re.compile(r'"layers"\s*:')  # as a key, not in prose
 _OBJECT_OR_BRACE = re.compile(r"""{\s*(?:["'/#]|\w+\s*:)|[{}]""")
-_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]+|\\.)*"?|[][{}]', re.DOTALL)  # an open string runs to the end: linear
+_STRING_OR_BRACKET = re.compile(
+    r'"(?:[^"\\]+|\\.)*"?|[][{}]', re.DOTALL
+)  # an unclosed string extends to the end, which keeps this linear
 
 
 def _too_deep(text: str, start: int) -> bool:
-    """Whether the value that begins at `start` nests deeper than MAX_DEPTH: the decoder would recurse."""
+    """Whether the value that begins at `start` is nested deeper than MAX_DEPTH, before the decoder recurses."""
     depth = 0
     for match in _STRING_OR_BRACKET.finditer(text, start):
         char = match[0]
@@ -447,20 +445,20 @@ def _too_deep(text: str, start: int) -> bool:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict:
     value = dict(pairs)
-    if len(value) < len(pairs):  # readers disagree on which one counts
+    if len(value) < len(pairs):  # parsers disagree on which one counts
         raise Malformed("duplicate_key")
     return value
 
 
 def _float(digits: str) -> float:
     value = float(digits)
-    if not math.isfinite(value):  # 1e400 is infinite without passing parse_constant
+    if not math.isfinite(value):  # 1e400 is infinite, but not a parse_constant
         raise Malformed("not_finite")
     return value
 
 
 def _int(digits: str) -> int:
-    if len(digits) > 300:  # above the largest float; beyond 4,300 digits int() raises
+    if len(digits) > 300:  # above the largest float; int() raises beyond 4,300 digits
         raise Malformed("not_finite")
     return int(digits)
 

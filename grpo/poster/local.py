@@ -1,4 +1,4 @@
-"""Rewards without a service: the CPU formula in the process of the training, for a first look and for tests."""
+"""Rewards without a service: the CPU formula inside the training process, for first runs and tests."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ PARTS = ("structure", "accuracy", "visual", "format", "hygiene", "parse_ok")
 
 
 class LocalRewards:
-    """Scores with the interface of `common.tasks.reward_client.RewardService`."""
+    """Rewards with the interface of `common.tasks.reward_client.RewardService`."""
 
     def __init__(self, coord_space: str):
         """Loads the built-in font.
@@ -23,16 +23,16 @@ class LocalRewards:
     def scores(
         self, completions: Sequence[str], answers: Sequence[str], columns: dict[str, list], group_size: int
     ) -> dict[str, tuple[list[float], float]]:
-        """Scores of completions, as `extra` of `rewards.score`.
+        """Scores completions; the result is the argument `extra` of `rewards.score`.
 
         Args:
             completions: B texts.
             answers: B ground truths as JSON.
             columns: `extra_info` may hold the input images.
-            group_size: not needed here.
+            group_size: unused.
 
         Returns:
-            "service": scores with weight 1; the parts of the reward by name, with weight 0.
+            "service": the scores with weight 1; parts of the reward by name, with weight 0.
         """
         results = []
         for completion, answer, extra in zip(completions, answers, columns["extra_info"], strict=True):

@@ -1,29 +1,29 @@
-"""Pictures in files, as policies and rewards see them: upright, in RGB, with 8 bits."""
+"""Images from files as policies and rewards see them: upright 8-bit RGB."""
 
 import numpy as np
 from PIL import Image, ImageOps
 
-ORIENTATION = 0x0112  # of EXIF; from 5 on, the sides are exchanged
-TURNED = ("JPEG", "WEBP")  # what cameras write; of a PNG it may stand behind the pixels
+ORIENTATION = 0x0112  # EXIF tag; values 5 to 8 swap width and height
+ORIENTED = ("JPEG", "WEBP")  # formats whose EXIF orientation is applied; in a PNG it may follow the pixels
 
 
 def size(image: Image.Image) -> tuple[int, int]:
-    """Returns width and height of what `rgb` gives, in pixels; nothing is unpacked.
+    """Width and height of `rgb(image)` in pixels, without decoding.
 
     Args:
         image: just opened.
     """
-    exchanged = image.format in TURNED and image.getexif().get(ORIENTATION) in range(5, 9)
-    return (image.height, image.width) if exchanged else image.size
+    swapped = image.format in ORIENTED and image.getexif().get(ORIENTATION) in range(5, 9)
+    return (image.height, image.width) if swapped else image.size
 
 
 def rgb(image: Image.Image) -> Image.Image:
-    """Returns the picture itself; of an animation the first, and of a transparent one what the colours say.
+    """Decodes an image to upright RGB: the first frame of an animation, colours without transparency.
 
     Args:
         image: just opened.
     """
-    upright = ImageOps.exif_transpose(image) if image.format in TURNED else image
-    if image.mode.startswith("I"):  # grey of 16 bits: Pillow would cut it off at 255, which is next to black
+    upright = ImageOps.exif_transpose(image) if image.format in ORIENTED else image
+    if image.mode.startswith("I"):  # 16-bit grey: Pillow would clip it at 255, almost all white
         upright = Image.fromarray((np.asarray(upright) >> 8).clip(0, 255).astype(np.uint8))
     return upright.convert("RGB")

@@ -29,7 +29,7 @@ from common.loop import group_advantages, policy_stats
 from common.maths import losses
 from common.model import images, sources
 from common.planning import shapes
-from common.run import checkpoint, rules
+from common.run import interrupts, rules
 from common.training import optim
 from grpo.poster import toys
 from grpo.poster.examples import load_examples, open_images
@@ -94,8 +94,8 @@ class Config(RewardSettings):
         rules.check_rl(self)  # what holds for all scripts
         checks.at_least(self, 1, "max_images")
         given = f"epsilon_low = {self.epsilon_low}, epsilon_high = {self.epsilon_high} with the loss 'gspo'"
-        checks.require(self.loss != "gspo" or max(self.clip_range) < 0.1, given, "the ratio of a sequence stays near 1, "
-                       "so nothing would clip", "set them to 3e-3 and 4e-3")  # fmt: skip
+        checks.require(self.loss != "gspo" or max(self.clip_range) < 0.1, given, "the ratio of a sequence stays near "
+                       "1, so nothing would clip", "set them to 3e-3 and 4e-3")  # fmt: skip
 
 
 REWARDS = ()  # (function, weight): more, added to the score of the poster; such as (rewards.length_reward(300), 0.1)
@@ -180,7 +180,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
                 for minibatch in minibatches * cfg.epochs:
                     if trainer.forward_backward(minibatch, poster_loss):
                         log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
-                with checkpoint.keep_batch(cfg.out_dir, step, chain(*minibatches)):
+                with interrupts.keep_batch(cfg.out_dir, step, chain(*minibatches)):
                     log.add(overflows=optimizer.check())  # stops at a loss or gradient that is not finite
                 policy.sync()
                 optimizer.make_room()

@@ -1,9 +1,9 @@
-"""Poster records: read and check them, turn them into chat messages, open their images.
+"""Poster records: reading and checking, chat messages, images.
 
 Sources:  "synthetic:LEVEL" (grpo/poster/synthetic.py) | rows.jsonl, of grpo/poster/convert.py or by hand
 Record:   {"id": text, "prompt": text, "images": references, image_1 first, "ground_truth": poster, "extra_info": dict}
           `images` may be missing or empty; `id` and `extra_info` may be missing.
-Images:   "synthetic:LEVEL:SEED:K", or a path relative to the folder of the .jsonl, which must not lead out of it.
+Images:   "synthetic:LEVEL:SEED:K", or a path relative to the folder of the .jsonl and inside it.
 """
 
 import json
@@ -19,26 +19,26 @@ from common.base.distributed import print_main
 from common.tasks import data
 from grpo.poster import layout, pictures, synthetic
 
-MAX_PIXELS = 25_000_000  # of an input image: a file of some kilobytes can unpack to gigabytes
+MAX_PIXELS = 25_000_000  # of an input image: a file of a few kilobytes can decode to gigabytes
 MAX_BYTES = 32 * 2**20
-MAX_RATIO = 200  # of the sides of an input image: the processors of the Qwen-VL families take no more
+MAX_RATIO = 200  # of the sides of an input image: the limit of the Qwen-VL processors
 FORMATS = ("PNG", "JPEG", "WEBP")
 CONTROL = re.compile(r"<\|[^<>|\s]*\|>")
 
 
 def read(source: str, split: str = "train") -> list[dict[str, Any]]:
-    """Reads the records of a source, every one checked.
+    """Reads and checks the records of a source.
 
     Args:
         source: "synthetic:LEVEL" or a .jsonl file.
         split: "train" or "test" of the synthetic posters; a file has no splits.
 
     Returns:
-        Records with all of the keys "id", "prompt", "images", "ground_truth", "extra_info".
+        Records with all keys: "id", "prompt", "images", "ground_truth", "extra_info".
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a record cannot be used; the message names it. None is ever skipped.
+        ValueError: a record is invalid; the message names it. No record is skipped.
     """
     if source.startswith("synthetic:"):
         level = source.removeprefix("synthetic:")
@@ -52,7 +52,7 @@ def read(source: str, split: str = "train") -> list[dict[str, Any]]:
         )
     rows = data.read_rows(source, split)
     checked = [_checked(row, f"{source}, row {i}", str(i), folder) for i, row in enumerate(rows)]
-    beyond = [i for i, (_, poster) in enumerate(checked) if layout.reaches_out(poster.layers)]
+    beyond = [i for i, (_, poster) in enumerate(checked) if layout.mostly_beyond_canvas(poster.layers)]
     if 2 * len(beyond) > len(rows):
         print_main(
             f"warning: {source}: in {len(beyond)} of {len(rows)} records, such as row {beyond[0]}, most boxes reach "
@@ -62,18 +62,18 @@ def read(source: str, split: str = "train") -> list[dict[str, Any]]:
 
 
 def folder_of(source: str) -> Path:
-    """Returns the folder that image paths of a source are relative to; of no use for the synthetic posters."""
+    """The folder that image paths of a source are relative to; meaningless for synthetic posters."""
     return Path(source).expanduser().absolute().parent
 
 
 def messages(record: dict[str, Any], with_images: bool) -> list[dict[str, Any]]:
-    """Returns the chat of a record: one user turn, without anything that reads as a control token.
+    """The chat of a record: one user turn, without control tokens in the text.
 
     Args:
         record: from `read`.
-        with_images: for vision-language models: one placeholder per image comes before the text.
+        with_images: for vision-language models: one placeholder per image precedes the text.
     """
-    text = CONTROL.sub(" ", record["prompt"])  # without the space, what is left and right could form another
+    text = CONTROL.sub(" ", record["prompt"])  # a space, or the text around it could form another control token
     if not with_images:
         return [{"role": "user", "content": text}]
     content = [{"type": "image"} for _ in record["images"]]
@@ -81,17 +81,14 @@ def messages(record: dict[str, Any], with_images: bool) -> list[dict[str, Any]]:
 
 
 def open_image(reference: str, folder: Path) -> Image.Image:
-    """Opens an input image.
+    """Opens an input image, as RGB.
 
     Args:
         reference: an entry of `images` of a record.
         folder: from `folder_of` the source.
 
-    Returns:
-        RGB.
-
     Raises:
-        ValueError: it leads out of the folder, is missing, too large, or no PNG, JPEG or WebP image.
+        ValueError: it is outside the folder, missing, too large, or not a PNG, JPEG or WebP image.
     """
     if reference.startswith("synthetic:"):
         return synthetic.image(reference)
@@ -100,7 +97,7 @@ def open_image(reference: str, folder: Path) -> Image.Image:
 
 
 def image_size(reference: str, folder: Path) -> tuple[int, int]:
-    """Returns width and height of an input image in pixels; a file is not unpacked for this.
+    """Width and height of an input image in pixels, without decoding it.
 
     Args:
         reference: as in `open_image`.
@@ -117,7 +114,7 @@ def image_size(reference: str, folder: Path) -> tuple[int, int]:
 
 @contextmanager
 def _opened(reference: str, folder: Path) -> Iterator[Image.Image]:
-    """A file of an image, refused if it is too large before anything is unpacked."""
+    """Opens an image file and checks its size before it is decoded."""
     path = image_path(reference, folder)
     if path.stat().st_size > MAX_BYTES:
         raise ValueError(f"image {reference!r}: {path.stat().st_size} bytes, at most {MAX_BYTES}; make it smaller")
@@ -135,19 +132,19 @@ def _opened(reference: str, folder: Path) -> Iterator[Image.Image]:
 
 
 def image_path(reference: str, folder: Path) -> Path:
-    """Returns the file of an image.
+    """The file of an image.
 
     Args:
-        reference: a relative path.
-        folder: that it is relative to.
+        reference: path relative to the folder.
+        folder: from `folder_of` the source.
 
     Raises:
-        ValueError: it leads out of the folder, or is no file.
+        ValueError: it is outside the folder, or not a file.
     """
     try:
         path, root = (folder / reference).resolve(), folder.resolve()
         usable = path.is_relative_to(root) and path.is_file()
-    except (OSError, ValueError):  # a path with a zero byte, or one that is too long
+    except (OSError, ValueError):  # a path with a null byte, or one that is too long
         usable = False
     if not usable:
         raise ValueError(f"image {reference!r}: must be a file inside of {folder}; correct the path or move the file")
@@ -155,7 +152,7 @@ def image_path(reference: str, folder: Path) -> Path:
 
 
 def _checked(row: dict[str, Any], where: str, name: str, folder: Path) -> tuple[dict[str, Any], layout.Poster]:
-    """A row of a file as a record, and its ground truth."""
+    """Checks a row of a file; returns it as a record, and its parsed ground truth."""
     prompt, images, extra = (row.get(name) for name in ("prompt", "images", "extra_info"))
     images, extra = [] if images is None else images, {} if extra is None else extra
     if not isinstance(prompt, str) or not prompt.strip():

@@ -1,8 +1,7 @@
-"""Posters as pixels: one picture, and for each layer how much of it can be seen.
+"""Renders a poster to pixels, and measures how much of each layer is visible.
 
-Text is laid out by rules of our own, so that scores do not depend on a browser: a line breaks at newlines only, is
-1.2 font sizes high, and may stick out of its box; the block of lines stands in the middle of the height of the box,
-each line at its left, centre or right.
+Text layout has its own rules, so that scores do not depend on a browser: lines break at newlines only, are 1.2 font
+sizes high and may overflow their box; the block of lines is centred vertically, each line aligned as the layer says.
 
 Dims: H, W pixels of the picture.
 """
@@ -16,7 +15,7 @@ from PIL import Image
 from grpo.poster.fonts import INK, Fonts
 from grpo.poster.layout import Layer, Poster
 
-HIDES = 0.5  # a layer with this opacity takes the pixels that it paints from those below; a fainter one veils them
+OPAQUE = 0.5  # a layer with this opacity hides the pixels below; one with less is a veil that lets them through
 LINE_HEIGHT = 1.2  # font sizes
 BASELINE = 0.95  # font sizes below the top of a line
 GREY = (128, 128, 128)
@@ -26,22 +25,22 @@ Region = tuple[slice, slice]  # rows and columns of the picture
 
 @dataclass(frozen=True)
 class Ink:
-    """What became of one text layer."""
+    """Measurements of one text layer."""
 
-    shown: float  # pixels of its letters that are seen in the end, of all, also those outside the canvas
-    fit: float  # 1 if the box holds the lines
-    contrast: float  # WCAG ratio, 1 to 21, to the median of what lies under the letters; 1 if none is on the canvas
+    shown: float  # visible share of its ink; ink outside the canvas counts as hidden
+    fit: float  # 1 if the lines fit into the box
+    contrast: float  # WCAG ratio, 1 to 21, to the median colour under the letters; 1 if none is on the canvas
     box: tuple[int, int, int, int]  # left, top, right, bottom of the letters in px of the picture
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A picture and what can be seen of each layer."""
+    """A picture, and how much of each layer is visible."""
 
     pixels: np.ndarray  # uint8 [H, W, 3]
-    owner: np.ndarray  # int16 [H, W], index of the last layer that took the pixel, -1 for the canvas
-    texts: dict[int, Ink]  # by layer index, text layers only
-    shares: dict[int, float]  # by layer index, the others: part of the box, inside the canvas, that nothing hides
+    owner: np.ndarray  # int16 [H, W], index of the topmost opaque layer at the pixel, -1 for the canvas
+    texts: dict[int, Ink]  # text layers by index
+    shares: dict[int, float]  # other layers by index: visible share of the box inside the canvas
 
     @property
     def image(self) -> Image.Image:
@@ -56,21 +55,21 @@ def render(
     long_side: int = 384,
     bars: Collection[int] = (),
 ) -> Rendered:
-    """Paint a poster.
+    """Renders a poster.
 
     Args:
         poster: of at most a few dozen layers.
         fonts: for its texts.
-        images: input images by id; an image layer with another id is grey. They fill their box, without cropping.
+        images: input images by id, stretched to their boxes; an unknown id is grey.
         long_side: of the picture in px.
-        bars: indices of text layers that are painted as grey bars instead of letters.
+        bars: indices of text layers that are drawn as grey bars instead of letters.
     """
     scale = long_side / max(poster.width, poster.height)
     width, height = max(1, round(poster.width * scale)), max(1, round(poster.height * scale))
     pixels = np.empty((height, width, 3), np.uint8)
     pixels[:] = _row(poster.background, width)
     owner = np.full((height, width), -1, np.int16)
-    clear: np.ndarray | None = None  # fp32 [H, W], what the veils so far let through
+    transmission: np.ndarray | None = None  # fp32 [H, W], share of light that the veils so far let through
     sources = {
         src: _source(images[src], long_side) for src in {layer.src for layer in poster.layers} & set(images or {})
     }
@@ -85,20 +84,20 @@ def render(
             if pixels[item.region].size:
                 color, alpha = _fill(layer, sources, box, item.region)
                 _blend(pixels, item.region, color, alpha)
-                if layer.opacity < HIDES:
-                    clear = np.ones(owner.shape, np.float32) if clear is None else clear
-                    clear[item.region] *= 1 - layer.opacity
+                if layer.opacity < OPAQUE:
+                    transmission = np.ones(owner.shape, np.float32) if transmission is None else transmission
+                    transmission[item.region] *= 1 - layer.opacity
                 elif isinstance(alpha, float):
                     owner[item.region] = index
                 else:
-                    owner[item.region][alpha >= HIDES] = index
-        item.before = _mean(clear, item)
+                    owner[item.region][alpha >= OPAQUE] = index
+        item.transmission = _mean_transmission(transmission, item)
         placed[index] = item
 
     texts, shares = {}, {}
     for index, item in placed.items():
-        free = owner[item.region] <= index  # painted over by nothing, or by a veil
-        through = _mean(clear, item) / item.before
+        free = owner[item.region] <= index  # covered by veils at most
+        through = _mean_transmission(transmission, item) / item.transmission  # of the veils above
         if item.ink is None:
             shares[index] = np.count_nonzero(free) / free.size * through if free.size else 0.0
             continue
@@ -112,28 +111,28 @@ def render(
 
 @dataclass
 class _Placed:
-    """A layer on the picture; the last five are of texts."""
+    """A layer on the picture; the fields from `ink` on are for texts."""
 
     region: Region
     box: tuple[int, int, int, int]
-    before: float = 1.0  # what the veils below it let through
+    transmission: float = 1.0  # of the veils below it
     ink: np.ndarray | None = None  # bool, of the region
     coverage: np.ndarray | None = None  # uint8, of the region
-    drawn: float = 0.0  # pixels of ink, also outside the canvas
+    drawn: float = 0.0  # pixels of ink, including those outside the canvas
     fit: float = 1.0
     backdrop: Sequence[float] = (0, 0, 0)
     bars: Sequence[tuple[int, int, int, int]] = ()
 
 
-def _mean(clear: np.ndarray | None, item: _Placed) -> float:
-    if clear is None:
+def _mean_transmission(transmission: np.ndarray | None, item: _Placed) -> float:
+    if transmission is None:
         return 1.0
-    values = clear[item.region] if item.ink is None else clear[item.region][item.ink]
+    values = transmission[item.region] if item.ink is None else transmission[item.region][item.ink]
     return float(values.mean()) if values.size else 1.0
 
 
 def contrast_ratio(first: Sequence[float], second: Sequence[float]) -> float:
-    """Contrast of two sRGB colours of 0 to 255, from 1 to 21.
+    """Contrast of two sRGB colours (0 to 255), from 1 to 21.
 
     Source: WCAG 2.1, relative luminance and contrast ratio.
     """
@@ -147,21 +146,21 @@ def _luminance(color: Sequence[float]) -> float:
 
 
 def _pixel_box(layer: Layer, width: int, height: int) -> tuple[int, int, int, int]:
-    """Box in px; one that is thinner than a pixel still gets one."""
+    """Box in px, at least one pixel wide and high."""
     left, top, right, bottom = layer.box
     left, top, right, bottom = round(left * width), round(top * height), round(right * width), round(bottom * height)
     return left, top, max(right, left + 1), max(bottom, top + 1)
 
 
 def _region(box: tuple[int, int, int, int], width: int, height: int) -> Region:
-    """The part of a box that is on the picture; empty if there is none."""
+    """The part of a box inside the picture, possibly empty."""
     left, top, right, bottom = box
     left, top = min(max(left, 0), width), min(max(top, 0), height)
     return slice(top, max(min(bottom, height), top)), slice(left, max(min(right, width), left))
 
 
 def _source(image: Image.Image, long_side: int) -> Image.Image:
-    """An input image as RGB or RGBA, not much larger than the picture: it may be painted dozens of times."""
+    """An input image as RGB or RGBA, reduced to about the size of the picture: it may be painted dozens of times."""
     shrink = min(image.size) // long_side
     if image.mode not in ("RGB", "RGBA"):
         image = image.convert("RGBA" if image.mode in ("LA", "PA") or "transparency" in image.info else "RGB")
@@ -181,7 +180,7 @@ def _fill(
     crop = ((columns.start - box[0]) * per_x, (rows.start - box[1]) * per_y,
             (columns.stop - box[0]) * per_x, (rows.stop - box[1]) * per_y)  # fmt: skip
     size = columns.stop - columns.start, rows.stop - rows.start
-    # Only what is on the canvas is computed: a box of four canvases would cost sixteen times as much.
+    # resize only the part on the canvas: a box of four times its sides would cost sixteen times as much
     crop = (max(crop[0], 0), max(crop[1], 0), min(crop[2], image.width), min(crop[3], image.height))
     painted = np.asarray(image.resize(size, Image.Resampling.BILINEAR, crop))
     if painted.shape[2] == 4:
@@ -190,7 +189,7 @@ def _fill(
 
 
 def _row(color: tuple[int, int, int], width: int) -> np.ndarray:
-    """Pixels of one row; numpy repeats rows much faster than single colours."""
+    """One row of pixels; numpy broadcasts rows much faster than single colours."""
     return np.tile(np.array(color, np.uint8), (width, 1))
 
 
@@ -204,7 +203,7 @@ def _blend(pixels: np.ndarray, region: Region, color: np.ndarray, alpha: np.ndar
 
 
 def _place_text(layer: Layer, aspect: float, fonts: Fonts, width: int, height: int) -> _Placed:
-    """Where the letters of a text layer stand."""
+    """Lays out the letters of a text layer."""
     size = layer.font_size * height
     lengths = [fonts.length(line) for line in layer.lines]
     lines_high = LINE_HEIGHT * layer.font_size * len(layer.lines)
@@ -220,7 +219,9 @@ def _place_text(layer: Layer, aspect: float, fonts: Fonts, width: int, height: i
         bars.append((round(start), round(baseline - 0.5 * size), round(start + length * size), round(baseline)))
         off = not -size < baseline < height + 2 * size
         for char, pen in fonts.pens(line, size):
-            if off or not -3 * size < start + pen < width + size:  # not drawn: huge letters are slow, and most are off
+            if (
+                off or not -3 * size < start + pen < width + size
+            ):  # off the canvas: only estimate the ink, huge letters are slow to draw
                 drawn += fonts.ink(char, size)
                 boxes.append(bars[-1])
                 continue
@@ -231,7 +232,7 @@ def _place_text(layer: Layer, aspect: float, fonts: Fonts, width: int, height: i
                 glyphs.append((glyph, x, y))
                 boxes.append((x, y, x + glyph.mask.shape[1], y + glyph.mask.shape[0]))
     box = (0, 0, 0, 0)
-    if boxes:  # there are characters without ink
+    if boxes:  # empty if no character has ink
         lefts, tops, rights, bottoms = zip(*boxes, strict=True)
         box = min(lefts), min(tops), max(rights), max(bottoms)
     region = _region(box, width, height)
@@ -240,7 +241,7 @@ def _place_text(layer: Layer, aspect: float, fonts: Fonts, width: int, height: i
     for glyph, x, y in glyphs:
         rows, columns = glyph.mask.shape
         x0, y0, x1, y1 = max(x, 0), max(y, 0), min(x + columns, width), min(y + rows, height)
-        if x0 < x1 and y0 < y1:  # the letters that are not on the canvas cost nothing
+        if x0 < x1 and y0 < y1:  # on the canvas
             target = coverage[y0 - top : y1 - top, x0 - left : x1 - left]
             np.maximum(target, glyph.mask[y0 - y : y1 - y, x0 - x : x1 - x], out=target)
     return _Placed(region, box, ink=coverage >= INK, coverage=coverage, drawn=drawn, fit=fit, bars=bars)
@@ -255,5 +256,5 @@ def _paint_text(pixels: np.ndarray, owner: np.ndarray, index: int, layer: Layer,
     elif item.coverage.size:
         alpha = item.coverage * np.float32(layer.opacity / 255)
         _blend(pixels, item.region, np.array(layer.color, np.uint8), alpha)
-    if layer.opacity >= HIDES:
+    if layer.opacity >= OPAQUE:
         owner[item.region][item.ink] = index

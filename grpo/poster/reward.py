@@ -1,8 +1,8 @@
 """The reward of a poster: score = format * hygiene * (0.4 structure + 0.4 accuracy + 0.2 visual), in [0, 1].
 
-Structure compares boxes and types with the ground truth, accuracy the texts, and visual is a scorer of scorers.py times
-the share of layers that are there at all. Only what can be seen in the painted poster counts: without that, hidden
-texts, stacks and floods of layers earn more than half of the reward.
+Structure compares boxes and types with the ground truth, accuracy compares the texts, and visual is the score of a
+scorer (scorers.py) times the share of foreground layers that exist. Only what is visible in the rendered poster counts:
+otherwise hidden texts, stacks and floods of layers earn more than half of the reward.
 
 Dims: n layers of the policy, m of the ground truth, p and t their texts.
 """
@@ -25,16 +25,16 @@ from grpo.poster.scorers import intersection
 
 WEIGHTS = {"structure": 0.4, "accuracy": 0.4, "visual": 0.2}
 VERSION = 2
-FLOOR = 0.01  # of a poster that says nothing right: still more than a malformed one
-PICTURE = 768  # px, long side of what a visual scorer gets to see
-SIDE = 384  # px, long side of what is measured
-SIMILAR = 0.5  # text similarity from which on a visual scorer may read a text
-ALIKE = ({"image", "logo"}, {"shape", "underlay"})  # types that may stand for one another, at a quarter of the value
+FLOOR = 0.01  # of a parsed poster, so that the worst one scores more than a malformed one
+PICTURE = 768  # px, long side of the picture for a visual scorer
+SIDE = 384  # px, long side of the picture for measurements
+SIMILAR = 0.5  # text similarity to the ground truth, above which a visual scorer may see a text
+ALIKE = ({"image", "logo"}, {"shape", "underlay"})  # types that match each other at a quarter of the score
 
 
 @dataclass(frozen=True)
 class Assessed:
-    """All parts of the reward but the visual score of a scorer."""
+    """All parts of the reward except the score of a visual scorer."""
 
     structure: float = 0.0
     accuracy: float = 0.0
@@ -45,7 +45,7 @@ class Assessed:
     warnings: tuple[str, ...] = ()
     details: dict = field(default_factory=dict)
     cpu_visual: float = 0.0  # before the gate
-    gate: float = 0.0  # factor of the visual score: layers in the foreground that are seen, of those in the truth
+    gate: float = 0.0  # factor of the visual score: visible foreground layers relative to the ground truth
     image: Image.Image | None = None
 
 
@@ -58,19 +58,19 @@ def assess(
     coord_space: str = "px",
     with_image: bool = False,
 ) -> Assessed:
-    """Everything that needs no visual scorer.
+    """Computes everything that needs no visual scorer.
 
     Args:
         solution: completion of a policy.
         truth: from `layout.ground_truth`.
-        fonts: letters to paint with.
+        fonts: to render with.
         images: input images by id.
         coord_space: "px" or "rel1000".
-        with_image: also paint a picture for a visual scorer. Texts that the ground truth does not have are grey bars in
-            it, or a policy learns to write "rate this 5.00" to a scorer that reads.
+        with_image: also render a picture for a visual scorer. Texts that are not in the ground truth become grey bars,
+            or a policy learns to write "rate this 5.00" for a scorer that can read.
 
     Returns:
-        The parts; a malformed text has `parse_ok` False and a `reason`.
+        The parts; a malformed completion has `parse_ok` False and a `reason`.
     """
     try:
         poster = layout.parse(solution, truth, coord_space)
@@ -81,11 +81,11 @@ def assess(
     poster = replace(poster, layers=kept)
     rendered = render(poster, fonts, images, SIDE)
     visibilities = _visibilities(kept, rendered)
-    seen = [layer for i, layer in enumerate(kept) if _is_seen(layer, i, rendered, visibilities)]
-    gate = _gate(seen, truth.layers)
-    structure = structure_score(seen, truth.layers, n)
+    visible = [layer for i, layer in enumerate(kept) if _is_visible(layer, i, rendered, visibilities)]
+    gate = _gate(visible, truth.layers)
+    structure = structure_score(visible, truth.layers, n)
     accuracy, texts, similar = _accuracy(kept, visibilities, truth.layers, gate)
-    cpu_visual, parts = scorers.cpu_visual(seen, list(rendered.texts.values()))
+    cpu_visual, parts = scorers.cpu_visual(visible, list(rendered.texts.values()))
 
     warnings = list(poster.warnings)
     if any(fonts.missing(layer.text) for layer in kept if layer.kind == "text"):
@@ -97,19 +97,19 @@ def assess(
     if with_image:
         bars = {i for i, layer in enumerate(kept) if layer.kind == "text" and i not in similar}
         image = render(poster, fonts, images, PICTURE, bars).image
-    details = {"layers": n, "kept": len(kept), "seen": len(seen), "invalid": poster.invalid, **texts,
+    details = {"layers": n, "kept": len(kept), "seen": len(visible), "invalid": poster.invalid, **texts,
                "visual_parts": parts}  # fmt: skip
     return Assessed(structure, accuracy, poster.format, min(1.0, (2 * m + 4) / n), True, None, tuple(warnings), details,
                     cpu_visual, gate, image)  # fmt: skip
 
 
 def result(assessed: Assessed, visual: float, weights: Mapping[str, float] = WEIGHTS) -> dict:
-    """The reward with all its parts, as a service answers it.
+    """Combines the parts to the answer of the reward service.
 
     Args:
         assessed: from `assess`.
-        visual: score of a visual scorer in [0, 1], before the gate; of no effect on a malformed text.
-        weights: of WEIGHTS's parts, at least 0; their sum is brought to 1.
+        visual: score of a visual scorer in [0, 1], before the gate; ignored for a malformed completion.
+        weights: of the parts in WEIGHTS, at least 0; they are divided by their sum.
 
     Raises:
         ValueError: `visual` or a weight is out of range.
@@ -130,7 +130,7 @@ def result(assessed: Assessed, visual: float, weights: Mapping[str, float] = WEI
     }  # fmt: skip
 
 
-_FONTS: list[Fonts] = []  # the default ones, made when first needed
+_FONTS: list[Fonts] = []  # the default fonts, loaded at first use
 
 
 def score(
@@ -147,13 +147,13 @@ def score(
     Args:
         solution: completion of a policy.
         ground_truth: poster object or its JSON.
-        fonts: letters to paint with; without, those inside Pillow.
+        fonts: to render with; None: the font of Pillow.
         images: input images by id.
         weights: as for `result`.
         coord_space: "px" or "rel1000".
 
     Raises:
-        ValueError: the ground truth or an argument is wrong; never because of the solution.
+        ValueError: the ground truth or an argument is invalid; never because of the solution.
     """
     if fonts is None:
         if not _FONTS:
@@ -165,9 +165,9 @@ def score(
 
 
 def deduplicate(layers: Sequence[Layer]) -> tuple[Layer, ...]:
-    """Layers without those that repeat one below: same type and text, and boxes with an IoU above 0.9.
+    """Drops layers that repeat one below: same type and text, and an IoU of the boxes above 0.9.
 
-    The lowest stays, so that a copy on top of everything cannot bring up what was hidden.
+    The lowest one is kept, so that a copy on top cannot make a hidden layer visible.
     """
     kept: list[Layer] = []
     for layer in layers:
@@ -178,13 +178,13 @@ def deduplicate(layers: Sequence[Layer]) -> tuple[Layer, ...]:
 
 
 def iou(a: Layer, b: Layer) -> float:
-    """Intersection over union of two boxes; 0 for two without area, as 1e-300 squared has none."""
-    common = min(intersection(a, b), a.area, b.area)  # far from the origin, x + width - x is not width
+    """Intersection over union of two boxes; 0 if the areas underflow to 0."""
+    common = min(intersection(a, b), a.area, b.area)  # rounding: far from the origin, x + width - x exceeds width
     union = a.area + b.area - common
     return common / union if union else 0.0
 
 
-# What can be seen
+# Visibility
 
 
 def _clip(value: float) -> float:
@@ -192,12 +192,12 @@ def _clip(value: float) -> float:
 
 
 def visibility(layer: Layer, ink: Ink, conflict: float) -> float:
-    """How well a text can be read, in [0, 1]: shown * fit * contrast * size * freedom from other texts.
+    """Visibility of a text, in [0, 1]: shown * fit * contrast * size * freedom from overlap with other texts.
 
     Args:
         layer: the text.
-        ink: what became of it.
-        conflict: largest part of its ink box that the one of another text covers.
+        ink: its measurements.
+        conflict: largest share of its ink box that another text's ink box covers.
     """
     contrast = _clip((ink.contrast - 1.3) / 1.7)
     size = _clip((layer.font_size - 0.008) / 0.008)
@@ -205,7 +205,7 @@ def visibility(layer: Layer, ink: Ink, conflict: float) -> float:
 
 
 def _visibilities(layers: Sequence[Layer], rendered: Rendered) -> dict[int, float]:
-    """Of the text layers, by index."""
+    """Visibility of the text layers, by index."""
     boxes = {index: ink.box for index, ink in rendered.texts.items()}
     result = {}
     for index, ink in rendered.texts.items():
@@ -220,7 +220,7 @@ def _visibilities(layers: Sequence[Layer], rendered: Rendered) -> dict[int, floa
     return result
 
 
-def _is_seen(layer: Layer, index: int, rendered: Rendered, visibilities: Mapping[int, float]) -> bool:
+def _is_visible(layer: Layer, index: int, rendered: Rendered, visibilities: Mapping[int, float]) -> bool:
     left, top, right, bottom = layer.box
     inside = max(min(right, 1) - max(left, 0), 0) * max(min(bottom, 1) - max(top, 0), 0)
     if inside < 0.5 * layer.area or layer.area < 0.001:  # validity threshold: PosterLayout, arXiv 2303.15937
@@ -230,11 +230,11 @@ def _is_seen(layer: Layer, index: int, rendered: Rendered, visibilities: Mapping
     return layer.opacity >= 0.3 and rendered.shares[index] >= 0.05
 
 
-def _gate(seen: Sequence[Layer], truth: Sequence[Layer]) -> float:
-    """Share of the foreground that is there; a poster with nothing on it would be tidy."""
-    foreground = [sum(layer.kind not in ("background", "underlay") for layer in layers) for layers in (seen, truth)]
+def _gate(visible: Sequence[Layer], truth: Sequence[Layer]) -> float:
+    """Share of the foreground layers that exist; without it, an empty poster would score as tidy."""
+    foreground = [sum(layer.kind not in ("background", "underlay") for layer in layers) for layers in (visible, truth)]
     if not foreground[1]:
-        return float(bool(seen))
+        return float(bool(visible))
     return min(1.0, foreground[0] / foreground[1])
 
 
@@ -242,7 +242,7 @@ def _gate(seen: Sequence[Layer], truth: Sequence[Layer]) -> float:
 
 
 def pair_score(a: Layer, b: Layer) -> float:
-    """Likeness of two layers: 0.6 IoU + 0.4 nearness of centres and sizes, which also guides where IoU is 0."""
+    """Similarity of two layers: 0.6 IoU + 0.4 similarity of centres and sizes, a signal even if the IoU is 0."""
     if a.kind == b.kind:
         same = 1.0
     else:
@@ -254,21 +254,21 @@ def pair_score(a: Layer, b: Layer) -> float:
     return same * (0.6 * iou(a, b) + 0.4 * math.exp(-((distance / 0.15) ** 2)) * sizes)
 
 
-def structure_score(seen: Sequence[Layer], truth: Sequence[Layer], emitted: int) -> float:
-    """Soft F1 of matched layers, F1 of their types, and whether overlapping ones are painted in the right order.
+def structure_score(visible: Sequence[Layer], truth: Sequence[Layer], emitted: int) -> float:
+    """Soft F1 of matched layers, F1 of their types, and the stacking order of overlapping ones.
 
     Args:
-        seen: layers of the policy that can be seen, bottom to top.
+        visible: visible layers of the policy, bottom to top.
         truth: m layers, bottom to top.
         emitted: n layers that the policy wrote: one too many costs as much as one too few.
     """
-    if not seen:
+    if not visible:
         return 0.0
     total = emitted + len(truth)
-    scores = np.array([[pair_score(a, b) for b in truth] for a in seen])
+    scores = np.array([[pair_score(a, b) for b in truth] for a in visible])
     rows, columns = linear_sum_assignment(-scores)
     soft = 2 * scores[rows, columns].sum() / total
-    common = Counter(layer.kind for layer in seen) & Counter(layer.kind for layer in truth)
+    common = Counter(layer.kind for layer in visible) & Counter(layer.kind for layer in truth)
     types = 2 * sum(common.values()) / total
     matched = [(i, j) for i, j in zip(rows, columns, strict=True) if scores[i, j] > 0.1]
     concordant = [
@@ -284,7 +284,7 @@ def structure_score(seen: Sequence[Layer], truth: Sequence[Layer], emitted: int)
 
 
 def levenshtein(a: Sequence, b: Sequence) -> int:
-    """Edit distance, with the bits of one int as a column of the table.
+    """Edit distance, with a column of the table in the bits of one int.
 
     Source: Hyyrö, "A bit-vector algorithm for computing Levenshtein and Damerau edit distances", 2003, Fig. 3.
     """
@@ -308,9 +308,9 @@ def levenshtein(a: Sequence, b: Sequence) -> int:
 
 
 def similarity(a: str, b: str) -> float:
-    """Edit similarity of two normalised texts above what unrelated ones have: max(0, (NES - 0.4) / 0.6)."""
+    """Normalised edit similarity (NES), shifted so that unrelated texts have 0: max(0, (NES - 0.4) / 0.6)."""
     longest = max(len(a), len(b))
-    if min(len(a), len(b)) <= 0.4 * longest:  # so many insertions that the result is known
+    if min(len(a), len(b)) <= 0.4 * longest:  # the insertions alone bring it to 0
         return 0.0
     return max(0.0, (1 - levenshtein(a, b) / longest - 0.4) / 0.6)
 
@@ -318,10 +318,10 @@ def similarity(a: str, b: str) -> float:
 def _accuracy(
     layers: Sequence[Layer], visibilities: Mapping[int, float], truth: Sequence[Layer], gate: float
 ) -> tuple[float, dict, set[int]]:
-    """Accuracy, what the details say of the texts, and the indices of layers whose text the truth has."""
+    """Accuracy, its details, and the indices of layers whose text is in the ground truth."""
     indices, wanted = list(visibilities), [layer.text for layer in truth if layer.kind == "text"]
     written = [layers[i].text for i in indices]
-    if not wanted:  # the gate: an empty poster would get full marks for writing nothing
+    if not wanted:  # times the gate: an empty poster must not get the full score for writing nothing
         return gate / (1 + len(written)), {"texts": []}, set()
     if not written:
         return 0.0, {"texts": [], "cer": 1.0, "wer": 1.0}, set()

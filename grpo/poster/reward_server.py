@@ -1,11 +1,11 @@
-"""Rewards for posters behind HTTP: structure, accuracy and visual quality of a layout beside its ground truth.
+"""HTTP service of poster rewards: structure, accuracy and visual quality of a layout against its ground truth.
 
 Run:   python grpo/poster/reward_server.py          on the CPU (--help lists all options)
        CUDA_VISIBLE_DEVICES=7 python grpo/poster/reward_server.py --scorer visualquality_r1
-       bash scripts/start_poster_training_with_reward_server.sh      with a training beside it
+       bash scripts/start_poster_training_with_reward_server.sh      together with a training run
 Wire:  POST /compute_reward {"solution_str", "ground_truth", "extra_info"} and /compute_reward_batch {"items": [...]}:
        grpo/poster/items.py has the format and the errors.  GET /health /livez /info /metrics
-A malformed poster has the score 0. Where the service fails there is an error, and no score.
+A malformed poster scores 0. If the service fails, the answer is an error, never a score.
 """
 
 import json
@@ -32,31 +32,31 @@ from grpo.poster.worker import Rewards
 
 @dataclass(frozen=True)
 class Config:
-    """Rewards for posters behind HTTP. Editing a line and passing --name value are the same."""
+    """HTTP service of poster rewards. Editing a line and passing --name value are the same."""
 
-    scorer: str = "cpu"  # of visual quality: "cpu", "visualquality_r1", "package.module:factory" or "file.py:factory"
+    scorer: str = "cpu"  # visual scorer: "cpu", "visualquality_r1", "package.module:factory" or "file.py:factory"
     scorer_options: str = "{}"  # more options of the scorer, a JSON object
     visual_model: str = "TianheWu/VisualQuality-R1-7B"  # of visualquality_r1: hub id or folder
-    visual_alpha: float = 0.5  # its share in the visual score; the rest is the CPU formula's
+    visual_alpha: float = 0.5  # its weight in the visual score; the CPU formula has the rest
     device: str = "auto"  # of visualquality_r1: "cuda", "cpu"; "auto": the first visible GPU, else the CPU
     dtype: str = "auto"  # "bf16", "fp16", "fp32"; "auto": bf16 on a GPU, fp32 on the CPU
     structure_weight: float = 0.4  # the weights of the parts are divided by their sum
-    accuracy_weight: float = 0.4  # of the texts: written as asked for, and legible
-    visual_weight: float = 0.2  # of the look
+    accuracy_weight: float = 0.4  # texts: as the brief asks, and legible
+    visual_weight: float = 0.2  # visual quality
     coord_space: str = "px"  # of the policy: canvas pixels; or "rel1000", thousandths of the canvas
-    font_paths: str = ""  # .ttf or .otf files, separated by commas, in front of Pillow's font, which knows ASCII only
-    asset_root: str = ""  # folder that input images may be named in; "": they have to be sent
-    host: str = "127.0.0.1"  # "0.0.0.0": also for other machines, which needs a token
-    port: int = 8899  # 0: any that is free
+    font_paths: str = ""  # .ttf or .otf files, separated by commas, used before Pillow's font, which has only ASCII
+    asset_root: str = ""  # folder of input images that requests name by path; "": requests contain the images
+    host: str = "127.0.0.1"  # "0.0.0.0": reachable from other machines, which requires a token
+    port: int = 8899  # 0: any free port
     token: str = ""  # sent by clients as "Authorization: Bearer"; better in the environment, RL_HAND_REWARD_TOKEN
-    token_file: str = ""  # a file that holds it
-    allowed_hosts: str = ""  # names, separated by commas, that clients may call this machine by, besides localhost
+    token_file: str = ""  # a file with the token
+    allowed_hosts: str = ""  # host names of this machine that clients may use besides localhost, separated by commas
     workers: int = 0  # processes that parse and render; 0: cores - 1, from 1 to 4
-    max_batch: int = 32  # items scored at once
-    batch_wait_ms: float = 10.0  # that the first item of a batch waits for others
-    max_queue: int = 1024  # items that wait; those above are told to come again later
-    item_seconds: float = 30.0  # that the CPU part of one item may take; about 0.01 is usual
-    deadline_seconds: float = 300.0  # a request that waited longer is given up, or what its X-Timeout-Ms says
+    max_batch: int = 32  # items scored together
+    batch_wait_ms: float = 10.0  # how long the first item of a batch waits for others
+    max_queue: int = 1024  # items in the queue; above, requests are refused with 429
+    item_seconds: float = 30.0  # timeout of the CPU part of an item, which usually takes 0.01 s
+    deadline_seconds: float = 300.0  # timeout of a request, unless its X-Timeout-Ms is shorter
 
     def __post_init__(self):
         checks.at_least(self, 0, "structure_weight", "accuracy_weight", "visual_weight", "port", "workers",
@@ -78,42 +78,42 @@ class Config:
 
     @property
     def local(self) -> bool:
-        """Whether only this machine is answered."""
+        """Whether only this machine can connect."""
         return checks.is_loopback(self.host)
 
     @cached_property
     def secret(self) -> str:
-        """The token in force."""
+        """The token, from option, file or environment."""
         from_file = Path(self.token_file).read_text() if self.token_file else ""
         given = (self.token, from_file, os.environ.get("RL_HAND_REWARD_TOKEN", ""))
         return next(filter(None, map(str.strip, given)), "")
 
     @property
     def weights(self) -> dict[str, float]:
-        """Of the parts; they add up to 1."""
+        """Weights of the parts, with the sum 1."""
         parts = {name: getattr(self, f"{name}_weight") for name in ("structure", "accuracy", "visual")}
         return {name: weight / sum(parts.values()) for name, weight in parts.items()}
 
     @property
     def fonts(self) -> tuple[str, ...]:
-        """Paths of fonts."""
+        """Paths of the font files."""
         return tuple(filter(None, (path.strip() for path in self.font_paths.split(","))))
 
     @property
     def hosts(self) -> set[str] | None:
-        """Names that clients may call this machine by; None: any, since they need the token."""
+        """Host names that clients may use for this machine; None: any, since they need the token."""
         names = {name.strip().lower() for name in self.allowed_hosts.split(",") if name.strip()}
         known = {"localhost", "127.0.0.1", "::1", self.host.strip("[]").lower(), *names}
         return known if self.local or names else None
 
     @property
     def processes(self) -> int:
-        """How many parse and render."""
+        """Number of processes that parse and render."""
         return self.workers or min(4, max(1, (os.cpu_count() or 1) - 1))
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the scorer."""
+        """Options of the scorer."""
         own = {}
         if self.scorer == "visualquality_r1":
             own = dict(model=self.visual_model, alpha=self.visual_alpha, device=self.device, dtype=self.dtype)
@@ -128,25 +128,25 @@ def _json(text: str) -> Any:
 
 
 def main(cfg: Config) -> None:
-    """Answers from the moment the port is open, at first with "loading"; the scorer belongs to this thread."""
+    """Opens the port, then loads the scorer and scores in this thread; until then /health answers "loading"."""
     rewards = Rewards(cfg)
     family = socket.AF_INET6 if ":" in cfg.host else socket.AF_INET
     try:
         listener = socket.create_server((cfg.host, cfg.port), family=family)
     except OSError as error:
         sys.exit(f"error: {cfg.host}:{cfg.port} cannot be opened ({error}): give another --port or --host")
-    # or the body of an answer waits 40 ms for the other side to confirm its header
+    # or Nagle's algorithm delays the body of an answer by 40 ms, until its header is acknowledged
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     address = f"http://{cfg.host}:{listener.getsockname()[1]}"
     print(f"rewards ({cfg.scorer}): loading, {address}/health says when they are ready", flush=True)
     options = dict(lifespan="off", ws="none", log_level="warning", access_log=False, timeout_graceful_shutdown=15)
     server = uvicorn.Server(uvicorn.Config(create_app(rewards), timeout_keep_alive=75, **options))
-    web = threading.Thread(target=server.run, args=([listener],), daemon=True)  # leaves the signals to this thread
+    web = threading.Thread(target=server.run, args=([listener],), daemon=True)  # signals go to the main thread
     web.start()
 
     def stop(number: int, _: FrameType | None) -> None:
         for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_DFL)  # a second one ends the process at once
+            signal.signal(each, signal.SIG_DFL)  # a second signal ends the process at once
         print(f"{signal.Signals(number).name}: answering what is waiting, then ending", flush=True)
         if rewards.state == "loading":
             sys.exit(0)
@@ -159,7 +159,7 @@ def main(cfg: Config) -> None:
         rewards.load()
         print(f"rewards ({cfg.scorer}): ready, {address}, fingerprint {rewards.info['fingerprint'][:12]}", flush=True)
         rewards.work()
-    except Exception as error:  # said to whoever asks meanwhile; whoever started this process sees it too
+    except Exception as error:  # report it to clients, too
         rewards.fail(error)
         raise
     finally:

@@ -2,11 +2,11 @@
 
 A scorer is any object with
     name: str
-    identity: str        what its scores depend on; part of the fingerprint of a reward
-    needs_image: bool    whether `images` are painted for it
+    identity: str        everything its scores depend on; part of the fingerprint of the reward
+    needs_image: bool    whether posters are rendered for it
     score_batch(images: list[Image | None], metas: list[dict]) -> list[float | ScorerError]
-and a meta is {"cpu": score of `cpu_visual`, "extra_info": dict, "solution": str}. What a scorer cannot score is a
-ScorerError in its place, never a number made up.
+where a meta is {"cpu": score of `cpu_visual`, "extra_info": dict, "solution": str}. For a poster that it cannot score,
+it returns a ScorerError, never an invented number.
 """
 
 import hashlib
@@ -28,14 +28,14 @@ from grpo.poster.errors import ScorerError
 from grpo.poster.layout import Layer
 from grpo.poster.render import Ink
 
-CORE = ("text", "logo", "image")  # what may not overlap; underlays and backgrounds are made to
-BACKDROP = 0.6  # share of the canvas from which on an image is a backdrop
-GRID = 48  # cells on each side, for covered area
+CORE = ("text", "logo", "image")  # layers that should not overlap, unlike underlays and backgrounds
+BACKDROP = 0.6  # an image that covers this share of the canvas is a backdrop
+GRID = 48  # cells per side, to measure covered area
 WEIGHTS = {"legibility": 0.35, "overlap": 0.20, "alignment": 0.15, "margins": 0.10, "density": 0.10, "balance": 0.10}
 
 
 class Cpu:
-    """The deterministic formula, which `reward.assess` has computed already."""
+    """The deterministic CPU formula, whose score `reward.assess` has already computed."""
 
     name = identity = "cpu"
     needs_image = False
@@ -55,15 +55,15 @@ class _Function:
 
 
 def load(name: str, options: dict[str, Any]) -> Any:
-    """A scorer by name.
+    """Loads a scorer by name.
 
     Args:
         name: "cpu"; "visualquality_r1"; or "package.module:factory" or "path/to/file.py:factory", where
-            factory(**options) makes a scorer, or factory is itself a function with the signature of `score_batch`.
+            factory(**options) returns a scorer, or factory is itself a function with the signature of `score_batch`.
         options: keyword arguments of the factory.
 
     Raises:
-        ValueError: there is no such scorer, or it does not fulfil the contract.
+        ValueError: there is no such scorer, or it lacks a required attribute.
     """
     if name == "cpu":
         if options:
@@ -113,15 +113,15 @@ def _module(name: str, source: str) -> ModuleType:
 
 
 def cpu_visual(layers: Sequence[Layer], inks: Sequence[Ink]) -> tuple[float, dict[str, float]]:
-    """Legibility and the usual measures of a tidy layout; deterministic.
+    """Legibility and common measures of a tidy layout; deterministic.
 
     Args:
-        layers: those that can be seen, for all parts but legibility.
-        inks: of all texts, seen or not: hiding the bad ones must not pay.
+        layers: visible layers, for all parts but legibility.
+        inks: of all texts, including hidden ones: hiding illegible text must not pay.
 
     Returns:
-        The score and its parts, all in [0, 1]. Without a text, legibility is 0.5; without any layer but backdrops, the
-        other parts are 0.
+        The score and its parts, all in [0, 1]. Without texts, legibility is 0.5; without layers other than backdrops,
+        the other parts are 0.
     """
     parts = dict.fromkeys(WEIGHTS, 0.0)
     readable = [min(max((ink.contrast - 1.5) / 3, 0), 1) * min(1, 1.1 * ink.shown) * ink.fit for ink in inks]
@@ -140,7 +140,7 @@ def cpu_visual(layers: Sequence[Layer], inks: Sequence[Ink]) -> tuple[float, dic
 
 
 def intersection(a: Layer, b: Layer) -> float:
-    """Common area of two boxes, as a share of the canvas."""
+    """Area of the intersection of two boxes, as a share of the canvas."""
     width = min(a.x + a.width, b.x + b.width) - max(a.x, b.x)
     height = min(a.y + a.height, b.y + b.height) - max(a.y, b.y)
     return max(width, 0.0) * max(height, 0.0)
@@ -155,22 +155,22 @@ def _inset(layer: Layer) -> float:
     return min(left, top, 1 - right, 1 - bottom)
 
 
-def _lines(layer: Layer) -> tuple[float, float, float, float, float, float]:
+def _alignment_lines(layer: Layer) -> tuple[float, float, float, float, float, float]:
     """Left, centre, right, top, middle, bottom."""
     left, top, right, bottom = layer.box
     return left, (left + right) / 2, right, top, (top + bottom) / 2, bottom
 
 
 def _misalignment(layer: Layer, layers: Sequence[Layer]) -> float:
-    """Smallest distance of one of its six lines to the same line of another box, or of its centre to the canvas's."""
-    own = _lines(layer)
-    others = [_lines(other) for other in layers if other.box != layer.box]
+    """Smallest distance between a line of a layer and that of another box, or between its centre and the canvas's."""
+    own = _alignment_lines(layer)
+    others = [_alignment_lines(other) for other in layers if other.box != layer.box]
     distances = [abs(a - b) for other in others for a, b in zip(own, other, strict=True)]
     return min([*distances, abs(own[1] - 0.5), abs(own[4] - 0.5)])
 
 
 def _coverage(layers: Sequence[Layer]) -> tuple[float, float]:
-    """Density and balance of the cells whose centre lies in a box."""
+    """Density and balance of the grid cells whose centre is in a box."""
     covered = np.zeros((GRID, GRID), bool)
     for layer in layers:
         left, top, right, bottom = (min(max(math.ceil(side * GRID - 0.5), 0), GRID) for side in layer.box)
@@ -182,5 +182,5 @@ def _coverage(layers: Sequence[Layer]) -> tuple[float, float]:
     centres = (np.arange(GRID) + 0.5) / GRID
     x = (covered.sum(axis=0) * centres).sum() / covered.sum()
     y = (covered.sum(axis=1) * centres).sum() / covered.sum()
-    balance = (0.35 - math.hypot(x - 0.5, y - 0.5)) / 0.25  # full up to a tenth of the canvas off its centre
+    balance = (0.35 - math.hypot(x - 0.5, y - 0.5)) / 0.25  # 1 up to a tenth of the canvas off centre
     return float(density), float(min(max(balance, 0.0), 1.0))

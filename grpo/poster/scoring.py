@@ -95,7 +95,7 @@ def evaluate(
         examples: of this rank.
     """
     sums: dict[str, tuple[float, int]] = {}
-    with distributed.together("evaluate"):
+    with distributed.share_errors("evaluate"):
         # images of many prompts take memory
         size = max(1, cfg.batch_size * cfg.group_size // (4 if policy.processor else 1))
         for part in [examples[i : i + size] for i in range(0, len(examples), size)]:

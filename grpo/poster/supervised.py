@@ -1,10 +1,10 @@
-"""Supervised start for poster policies: imitate good posters for a while, so that RL begins with JSON that parses.
+"""Supervised fine-tuning of poster policies on good posters, so that RL starts with JSON that parses.
 
 Run:   python grpo/poster/supervised.py                 the built-in policy and posters, seconds on a CPU
        python grpo/poster/supervised.py --policy_model Qwen/Qwen2.5-0.5B-Instruct --train_data synthetic:1 \
            --learning_rate 1e-5 --steps 300             then train on with --policy_model runs/supervised/policy
 Dims:  P posters per step, m of them in one forward, C completion tokens
-A vision-language model sees the input images; its vision tower stays as it is.
+A vision-language model sees the input images; its vision tower is frozen.
 """
 
 import random
@@ -21,7 +21,7 @@ from common.base import checks, config, storage
 from common.base.checks import require
 from common.distill import offpolicy
 from common.model import images, logprobs, models, sources
-from common.run import checkpoint, metrics
+from common.run import interrupts, metrics
 from common.tasks import data
 from common.training import optim
 from grpo.poster import records, synthetic, toys
@@ -29,23 +29,23 @@ from grpo.poster import records, synthetic, toys
 
 @dataclass(frozen=True)
 class Config:
-    """Supervised start for poster policies. Editing a line and passing --name value are the same."""
+    """Supervised fine-tuning of poster policies. Editing a line and passing --name value are the same."""
 
     policy_model: str = "toy-poster"  # built-in, or toy-poster-vlm; or a hub id or folder, with or without vision
-    train_data: str = "synthetic:0"  # the level; or a .jsonl file of records
+    train_data: str = "synthetic:0"  # "synthetic:LEVEL", or a .jsonl file of records
     steps: int = 200  # optimizer steps
     batch_size: int = 16  # P, posters per step
-    micro_batch_tokens: int = 8192  # prompt and poster tokens in one forward; for memory and speed only
-    max_tokens: int = 8192  # prompt and poster together; longer records are dropped, with a count
-    max_pixels: int = 0  # area above which an image is made smaller; 0: as the model says
+    micro_batch_tokens: int = 8192  # prompt and poster tokens in one forward pass; affects memory and speed only
+    max_tokens: int = 8192  # of prompt and poster; longer records are dropped and counted
+    max_pixels: int = 0  # area above which an image is downscaled; 0: the limit of the model
     learning_rate: float = 1e-3  # for the built-in policies; 1e-5 from 0.5 B parameters up
-    warmup_steps: int = 10  # steps of linear warm-up; over the second half it falls to 0
+    warmup_steps: int = 10  # steps of linear warm-up; over the second half of the steps the rate decays to 0
     weight_decay: float = 0.0  # decoupled
-    max_grad_norm: float = 1.0  # the gradient is scaled down to this norm; inf: never
+    max_grad_norm: float = 1.0  # gradient clipping; inf: none
     dtype: str = "auto"  # "bf16" and "fp16" with fp32 master weights, "fp32"; "auto": bf16 on a GPU, fp32 on the CPU
     device: str = "auto"  # "cuda", "cpu"; "auto": the first GPU if there is one
     gradient_checkpointing: bool = False  # recompute activations: less memory, more time
-    seed: int = 0  # of the order of the posters
+    seed: int = 0  # for the order of the posters
     out_dir: str = "runs/supervised"  # policy/, metrics.jsonl, tensorboard/
 
     def __post_init__(self):
@@ -60,17 +60,17 @@ class Config:
 def encode(
     rows: list[dict[str, Any]], reader: PreTrainedTokenizerBase | ProcessorMixin, folder: Path
 ) -> list[tuple[list[int], list[int]]]:
-    """Returns the tokens of the prompt and of the good poster of every record, the end token included.
+    """Token ids of the prompt and of the good poster of every record, including the end token.
 
     Args:
         rows: from `records.read`.
         reader: the tokenizer of a text model; the processor of a vision-language model.
         folder: of the images.
     """
-    sees = isinstance(reader, ProcessorMixin)
-    tokenizer = reader.tokenizer if sees else reader
-    chats = [records.messages(row, sees) for row in rows]
-    if sees:
+    has_vision = isinstance(reader, ProcessorMixin)
+    tokenizer = reader.tokenizer if has_vision else reader
+    chats = [records.messages(row, has_vision) for row in rows]
+    if has_vision:
         sizes = [[records.image_size(ref, folder) for ref in row["images"]] for row in rows]
         prompts = [images.encode(reader, chat, own) for chat, own in zip(chats, sizes, strict=True)]
     else:
@@ -80,17 +80,17 @@ def encode(
 
 
 def main(cfg: Config) -> None:
-    """Trains and saves the policy; every step is one batch of posters."""
+    """Trains and saves the policy; a step is one batch of posters."""
     on_gpu = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
     home = torch.device("cuda:0" if on_gpu else "cpu")
-    storage.claim(cfg.out_dir)  # two at once would write one policy
+    storage.claim(cfg.out_dir)  # two runs must not write the same policy
     set_seed(cfg.seed)
     source = toys.find(cfg.policy_model)
     tokenizer, model = models.load_policy(source, home, cfg.dtype, cfg.gradient_checkpointing)
     models.warn_learning_rate(cfg.learning_rate, model, 1e-4, "on demonstrations: 1e-5")
-    sees = images.is_vlm(model.config)
-    reader = images.load_processor(source, cfg.max_pixels) if sees else tokenizer
-    if sees:
+    has_vision = images.is_vlm(model.config)
+    reader = images.load_processor(source, cfg.max_pixels) if has_vision else tokenizer
+    if has_vision:
         images.freeze_vision(model)
     policy = logprobs.LogProbs(model, 1.0)
     optimizer = optim.AdamW(model, cfg.learning_rate, weight_decay=cfg.weight_decay)
@@ -108,7 +108,7 @@ def main(cfg: Config) -> None:
         chosen = rng.sample(usable, cfg.batch_size)
         prompts, golds = zip(*(pairs[i] for i in chosen), strict=True)
         batch = offpolicy.batch(prompts, golds, tokenizer.pad_token_id, end_ids, home)
-        if sees:
+        if has_vision:
             pictures = [[records.open_image(ref, folder) for ref in rows[i]["images"]] for i in chosen]
             batch.images = images.Images.of(model, reader, prompts, pictures)
         (micros,) = batch.minibatches(1, cfg.micro_batch_tokens, policy.packed)
@@ -121,8 +121,8 @@ def main(cfg: Config) -> None:
                 optimizer.scale(loss).backward()
                 log.add(micro.num_tokens, loss=loss.detach() * batch.num_tokens / micro.num_tokens)
             log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
-        with checkpoint.keep_batch(cfg.out_dir, step, micros):
-            log.add(overflows=optimizer.check())  # stops at a loss or gradient that is not finite
+        with interrupts.keep_batch(cfg.out_dir, step, micros):
+            log.add(overflows=optimizer.check())  # raises if a loss or gradient is not finite
         log.add_batch(batch)
         log.end_step(step, learning_rate=optimizer.learning_rate)
     log.close()

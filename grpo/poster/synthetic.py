@@ -1,9 +1,9 @@
-"""Synthetic poster briefs with a known good poster: pure functions of a seed, with no files and no network (CC0).
+"""Synthetic poster briefs with a good poster for each: pure functions of a seed, without files or network (CC0).
 
-A record is a brief (canvas, colours, role-tagged texts in a shuffled order, image ids, the layout in words) and the
-poster that follows it. Every coordinate of that poster follows from what the brief says, so the task can be learned.
-Level 0 is for tests: 3 layers on a tiny canvas. Level 1, the default, has 6 or 7 layers. Level 2 has two images, a
-logo and 10 to 14 layers. Input images are procedural and made from the seed as well.
+A record is a brief (canvas, colours, role-tagged texts in shuffled order, image ids, the layout in words) and a poster
+that fulfils it. The brief determines every coordinate of that poster, so the task can be learned. Level 0 is for tests:
+3 layers on a tiny canvas. Level 1, the default, has 6 or 7 layers. Level 2 has two images, a logo and 10 to 14 layers.
+Input images are procedural and depend on the seed, too.
 """
 
 import colorsys
@@ -18,7 +18,7 @@ from PIL import Image
 SPLITS = {"train": range(10_000), "test": range(10_000, 10_200)}
 MAX_SEED = 10**9
 
-# background, text on it, accent (fill of the button), text on the accent; both pairs have a WCAG contrast above 4.5
+# background, text on it, accent (fill of the button), text on the accent; both text contrasts are above 4.5 (WCAG)
 PALETTES = (
     ("#1B2A41", "#FFFFFF", "#F4A259", "#1B2A41"),
     ("#FFF8E7", "#22223B", "#9B2226", "#FFFFFF"),
@@ -53,7 +53,7 @@ PRICES = ("Tickets from 8 EUR", "Entry 12 EUR", "Half price for students", "Chil
 FOOTERS = ("Doors open one hour earlier", "Rain or shine", "Please bring your own cup")
 CJK_LINES = ("夏日夜市", "城市音乐节", "春の本市", "여름 밤 축제")
 
-# order of the blocks from top to bottom; a block that the poster lacks is skipped
+# order of the blocks from top to bottom; blocks that a poster lacks are skipped
 STACKS = {
     "top": ("logo", "images", "headline", "cjk", "subline", "rule", "date", "place", "price", "cta", "footer"),
     "middle": ("logo", "headline", "cjk", "subline", "images", "rule", "date", "place", "price", "cta", "footer"),
@@ -70,12 +70,12 @@ REFERENCE = re.compile(r"synthetic:([0-2]):(0|[1-9][0-9]{0,8}):([1-3])", re.ASCI
 
 
 def record(seed: int, level: int, cjk: bool = False) -> dict[str, Any]:
-    """Returns the brief and the good poster of a seed.
+    """The brief and the good poster of a seed.
 
     Args:
-        seed: from 0, below 10**9.
+        seed: from 0 to 10**9 - 1.
         level: 0, 1 or 2.
-        cjk: level 2 gets a line in Chinese, Japanese or Korean, which needs a font that has these characters.
+        cjk: adds to level 2 a line in Chinese, Japanese or Korean, which needs a font with these characters.
 
     Returns:
         {"id", "prompt", "images": references for `image`, image_1 first, "ground_truth", "extra_info": {"seed",
@@ -99,12 +99,12 @@ def record(seed: int, level: int, cjk: bool = False) -> dict[str, Any]:
 
 
 def records(level: int, split: str, limit: int | None = None) -> list[dict[str, Any]]:
-    """Returns the records of a split; the splits share no seed and never change.
+    """The records of a split; the splits share no seed and never change.
 
     Args:
         level: 0, 1 or 2.
         split: "train" (10,000 records) or "test" (200 records).
-        limit: only the first of them.
+        limit: number of records, from the first; None: all.
 
     Raises:
         ValueError: there is no such split or level.
@@ -115,7 +115,7 @@ def records(level: int, split: str, limit: int | None = None) -> list[dict[str, 
 
 
 def gold(record: dict[str, Any]) -> str:
-    """Returns the good poster of a record as a policy should write it: JSON on one line without spaces."""
+    """The good poster of a record as a policy should write it: JSON on one line without spaces."""
     return json.dumps(record["ground_truth"], ensure_ascii=False, separators=(",", ":"))
 
 
@@ -129,13 +129,13 @@ def image(reference: str) -> Image.Image:
         RGB; 56 x 56 pixels at level 0, at most 448 x 448 at the others, sides in multiples of 28.
 
     Raises:
-        ValueError: the reference is none, or the record has fewer images.
+        ValueError: the reference is invalid, or the record has fewer images.
     """
     return _picture(random.Random(reference), *image_size(reference))
 
 
 def image_size(reference: str) -> tuple[int, int]:
-    """Returns width and height of an input image in pixels, without drawing it.
+    """Width and height of an input image in pixels, without drawing it.
 
     Args:
         reference: as in `image`.
@@ -159,7 +159,7 @@ def image_size(reference: str) -> tuple[int, int]:
 
 
 def _tiny(rng: random.Random) -> tuple[str, dict[str, Any]]:
-    """The brief and the poster of level 0: an image and two texts, with no field that has a default."""
+    """The brief and the poster of level 0: an image and two texts, without optional fields."""
     width, height = 112, 168
     background, color, *_ = rng.choice(PALETTES)
     template = rng.choice(("top", "middle", "lower"))
@@ -192,7 +192,9 @@ def _stacked(rng: random.Random, level: int, cjk: bool) -> tuple[str, dict[str, 
     template = rng.choice(tuple(TEMPLATES) if level == 1 else ("top", "middle", "lower"))
     align = rng.choice(("left", "center"))
     texts = _texts(rng, level, cjk)
-    unit = min(width, 0.75 * height)  # what text sizes go by, so that wide canvases have room for all lines
+    unit = min(
+        width, 0.75 * height
+    )  # unit of text sizes; bounded by the height, so that all lines fit on wide canvases
     margin, column = round(0.08 * width), width - 2 * round(0.08 * width)
     sizes = {role: round((0.07 if role == "headline" else 0.04) * unit) for role in texts}
     heights = {role: -(-13 * size // 10) for role, size in sizes.items()}
@@ -256,7 +258,7 @@ def _stacked(rng: random.Random, level: int, cjk: bool) -> tuple[str, dict[str, 
 
 
 def _texts(rng: random.Random, level: int, cjk: bool) -> dict[str, str]:
-    """The texts of a poster by role; the optional ones are there half of the time."""
+    """The texts of a poster by role; optional ones exist with probability 1/2."""
     date = f"{rng.randint(1, 28)} {rng.choice(MONTHS)}, {rng.randint(1, 11)} {rng.choice(('am', 'pm'))}"
     texts = {"headline": rng.choice(HEADLINES), "date": date, "cta": rng.choice(CTAS)}
     if level == 2 or rng.random() < 0.5:
@@ -266,19 +268,19 @@ def _texts(rng: random.Random, level: int, cjk: bool) -> dict[str, str]:
         for role, choices in (("price", PRICES), ("footer", FOOTERS)):
             if rng.random() < 0.5:
                 texts[role] = rng.choice(choices)
-        line = rng.choice(CJK_LINES)  # drawn in any case, so that everything else of the record is the same
+        line = rng.choice(CJK_LINES)  # always drawn from rng, so that the rest of the record does not depend on cjk
         if cjk:
             texts["cjk"] = line
     return texts
 
 
 def _tops(first: int, gap: int, heights: list[int]) -> list[int]:
-    """Top edges of blocks under each other."""
+    """Top edges of stacked blocks."""
     return [first + sum(heights[:i]) + i * gap for i in range(len(heights))]
 
 
 def _picture(rng: random.Random, width: int, height: int) -> Image.Image:
-    """A gradient between two colours with some discs on it and a little noise."""
+    """A gradient between two colours with a few discs and a little noise."""
     y, x = np.mgrid[0:height, 0:width] / max(width, height)
     start, end = (np.array(colorsys.hsv_to_rgb(rng.random(), 0.6, rng.uniform(0.4, 0.9))) for _ in range(2))
     slope = rng.random()

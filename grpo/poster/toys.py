@@ -1,10 +1,10 @@
-"""Built-in poster policies, so that every poster script runs with nothing to download.
+"""Built-in poster policies, so that every poster script runs without downloads.
 
 toy-poster      writes level-0 posters from text: a Llama of 0.6 M parameters.
-toy-poster-vlm  sees the input image too: a Qwen2.5-VL of 0.6 M parameters, vision tower included.
-Both are ordinary transformers folders, with one byte-level tokenizer of 512 tokens (digits alone, colours in one
-piece). They are warm-started on the good posters of level 0, and that stops early: most samples parse, but many have
-wrong numbers and most have the wrong words, which is left to RL.
+toy-poster-vlm  also sees the input image: a Qwen2.5-VL of 0.6 M parameters, including the vision tower.
+Both are ordinary transformers folders with the same byte-level tokenizer of 512 tokens (single digits, whole colours).
+They are trained on good posters of level 0, but only briefly: most samples parse, many have wrong numbers and most have
+wrong words, which is left to RL.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from grpo.poster import records, synthetic
 VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *VISION]
 NUM_TOKENS = 512
-PIECES = r"\d|#[0-9A-F]{6}| ?[A-Z][a-z]+|[^0-9A-Z#]+|."  # no merge reaches over the edge of a piece
+PIECES = r"\d|#[0-9A-F]{6}| ?[A-Z][a-z]+|[^0-9A-Z#]+|."  # BPE merges stay inside a piece
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
@@ -53,26 +53,25 @@ SOURCES = [Path(__file__), Path(synthetic.__file__), Path(records.__file__)]
 
 
 def find(name: str) -> str:
-    """Returns the folder of a built-in poster model, and any other name as it is.
+    """The folder of a built-in poster model; any other name is returned unchanged.
 
     Args:
-        name: "toy-poster", "toy-poster-vlm", or what `common.model.models.load_policy` takes.
+        name: "toy-poster", "toy-poster-vlm", or what `common.model.models.load_policy` accepts.
     """
     return str(folder(name)) if name in STEPS else name
 
 
 def folder(name: str = "toy-poster") -> Path:
-    """Returns the folder of a built-in model; the first call trains it (about 15 s on one core).
+    """The folder of a built-in model; the first call trains it (about 15 s on one core).
 
-    The cache is `$RL_HAND_CACHE`, or `~/.cache/rl_hand`. Several processes may call this at once: each one builds
-    in a folder of its own, the first to finish gives it the final name, and all of them return that one.
+    The cache is `$RL_HAND_CACHE`, or `~/.cache/rl_hand`. Concurrent calls are safe: each process trains in a folder of
+    its own, the first to finish renames it to the final name, and all return that one.
 
     Args:
         name: "toy-poster" or "toy-poster-vlm".
 
     Returns:
-        A folder for `common.model.models.load_policy`; that of the vision-language model for
-        `common.model.images.load_processor` as well.
+        A folder for `common.model.models.load_policy` (and `common.model.images.load_processor`).
 
     Raises:
         ValueError: there is no such model.
@@ -80,7 +79,7 @@ def folder(name: str = "toy-poster") -> Path:
     if name not in STEPS:
         raise ValueError(f"{name!r} is no built-in poster model: use one of {sorted(STEPS)}")
     cache = Path(os.environ.get("RL_HAND_CACHE") or "~/.cache/rl_hand").expanduser()
-    # The name is a hash of what the recipe consists of: after any change to it, an older model is not found.
+    # the name has a hash of the sources: after a change, the model is trained again
     target = cache / f"{name}-{hashlib.sha256(b''.join(path.read_bytes() for path in SOURCES)).hexdigest()[:12]}"
     if target.is_dir():
         return target
@@ -97,14 +96,14 @@ def folder(name: str = "toy-poster") -> Path:
         (processor or tokenizer).save_pretrained(unfinished)
         try:
             unfinished.rename(target)
-        except OSError:  # another process was first, which is as good; anything else is a real error
+        except OSError:  # fine if another process was first
             if not target.is_dir():
                 raise
     return target
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Trains the tokenizer on prompts and posters of level 0, in a second."""
+    """Trains the tokenizer on prompts and posters of level 0, in about a second."""
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PIECES), "isolated"), byte_level])
@@ -130,7 +129,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_llama(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A new text model."""
+    """An untrained text model."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
@@ -150,7 +149,7 @@ def _ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
 
 
 def build_qwen_vl(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForConditionalGeneration:
-    """A new vision-language model, all of the parts of a large one."""
+    """An untrained vision-language model with all parts of a large one."""
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     vision_ids = dict(zip(names, tokenizer.convert_tokens_to_ids(VISION), strict=True))
     text = dict(
@@ -188,25 +187,25 @@ def build_processor(tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
 
 
 def _warm_start(model: PreTrainedModel, processor: ProcessorMixin | PreTrainedTokenizerFast, steps: int) -> None:
-    """Trains on good posters, cross-entropy over the poster and its end token only."""
+    """Trains on good posters, with cross-entropy over the poster and its end token."""
     rng = random.Random(SEED)
     rows = synthetic.records(0, "train", NUM_RECORDS)
-    sees = isinstance(processor, ProcessorMixin)
-    tokenizer = processor.tokenizer if sees else processor
+    has_vision = isinstance(processor, ProcessorMixin)
+    tokenizer = processor.tokenizer if has_vision else processor
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     for step in range(steps):
-        # 10 steps up, level, then linearly to 0 over the second half
+        # warm-up over 10 steps, constant, then linear decay to 0 over the second half
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1, (step + 1) / 10, 2 - 2 * step / steps)
         batch = rng.sample(rows, BATCH_SIZE)
-        chats = [records.messages(row, sees) for row in batch]
+        chats = [records.messages(row, has_vision) for row in batch]
         prompts = processor.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
         golds = [synthetic.gold(row) + tokenizer.eos_token for row in batch]
         texts = [prompt + gold for prompt, gold in zip(prompts, golds, strict=True)]
-        pictures = {"images": [[synthetic.image(ref) for ref in row["images"]] for row in batch]} if sees else {}
+        pictures = {"images": [[synthetic.image(ref) for ref in row["images"]] for row in batch]} if has_vision else {}
         inputs = processor(text=texts, padding=True, return_tensors="pt", **pictures)
         labels = torch.full_like(inputs["input_ids"], -100)
-        # padded on the left, so the poster is at the end; no token reaches from the prompt into it, as the tokenizer
-        # never saw the two together
+        # padded on the left, so the poster is at the end; no token spans prompt and poster, since the tokenizer was
+        # trained on them separately
         for i, gold in enumerate(golds):
             length = len(tokenizer(gold)["input_ids"])
             labels[i, -length:] = inputs["input_ids"][i, -length:]

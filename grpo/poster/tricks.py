@@ -1,9 +1,9 @@
-"""Ways to cheat a poster reward, and honest mistakes, as mutations of a gold poster with the score each may reach.
+"""Reward hacks and honest mistakes as mutations of a gold poster, with the range of scores that each may reach.
 
 Run:   python grpo/poster/tricks.py [NAME..]      mean score of each over 60 records of level 1, in seconds
 
-A policy finds every one of them sooner or later. BANDS holds the range of the mean score over some dozens of records
-of level 1: a reward that leaves a band has become easier to cheat, or harsher to honest work.
+A policy finds every one of them sooner or later. BANDS has the allowed range of the mean score over a few dozen records
+of level 1: a reward outside a band has become easier to hack, or harsher on honest work.
 """
 
 import copy
@@ -33,7 +33,7 @@ def _dump(poster: dict) -> str:
 
 
 def _layers(change: Callable[[list[dict], dict, random.Random], list[dict]]) -> Trick:
-    """A trick that makes new layers of the gold ones, their canvas and a generator."""
+    """A trick that replaces the gold layers, given these, their canvas and a random generator."""
 
     def trick(record: Record, rng: random.Random) -> str:
         poster = _gold(record)
@@ -44,7 +44,7 @@ def _layers(change: Callable[[list[dict], dict, random.Random], list[dict]]) -> 
 
 
 def _texts(**fields: Any) -> Trick:
-    """A trick that sets fields of every text layer, to a value or to what a function makes of layer, canvas and rng."""
+    """A trick that sets fields of every text layer, to a value or to function(layer, canvas, rng)."""
 
     def change(layers: list[dict], canvas: dict, rng: random.Random) -> list[dict]:
         for layer in layers:
@@ -56,7 +56,7 @@ def _texts(**fields: Any) -> Trick:
 
 
 def _whole(change: Callable[[str], str]) -> Trick:
-    """A trick around the text of the gold poster."""
+    """A trick that changes the JSON text of the gold poster."""
     return lambda record, rng: change(_dump(_gold(record)))
 
 
@@ -128,12 +128,12 @@ def _random_boxes(layers: list[dict], canvas: dict, rng: random.Random) -> list[
 
 
 def _copies(layers: list[dict], canvas: dict, rng: random.Random) -> list[dict]:
-    """Each layer twice, shifted by just enough to count as another one."""
+    """Each layer twice, shifted just enough to avoid deduplication."""
     return layers + [{**layer, "x": layer["x"] + 0.12 * layer["width"]} for layer in layers]
 
 
 def _split(layers: list[dict], canvas: dict, rng: random.Random) -> list[dict]:
-    """A layer for each word."""
+    """One layer per word."""
     out = []
     for layer in layers:
         words = layer["text"].split() if layer["type"] == "text" else [None]
@@ -144,19 +144,19 @@ def _split(layers: list[dict], canvas: dict, rng: random.Random) -> list[dict]:
 
 
 def _dimmed(layers: list[dict], canvas: dict, rng: random.Random) -> list[dict]:
-    """Veils that each hide a little less than what counts as hiding."""
+    """Veils just below the opacity that counts as hiding."""
     return layers + [_full(canvas, type="shape", fill=f"#0000F{k}", opacity=0.49) for k in range(6)]
 
 
 def _inflated(layers: list[dict], canvas: dict, rng: random.Random) -> list[dict]:
-    """Boxes that everything fits into."""
+    """Boxes so large that every text fits."""
     for layer in layers:
         layer.update(x=layer["x"] - canvas["width"], width=layer["width"] + 2 * canvas["width"])
     return layers
 
 
 def _chameleon(layers: list[dict], canvas: dict, rng: random.Random) -> list[dict]:
-    """A grey image right under each text, and the text in the same grey."""
+    """A grey image under each text, and the text in the same grey."""
     out = []
     for layer in layers:
         if layer["type"] == "text":
@@ -183,7 +183,7 @@ def _fits_all(layer: dict, canvas: dict, rng: random.Random) -> int:
 
 
 TRICKS: dict[str, Trick] = {
-    # right, more or less
+    # correct, more or less
     "gold": _whole(str),
     "fenced": _whole("```json\n{}\n```".format),
     "answer_tag": _whole("<think>A title, then the date.</think>\n<answer>{}</answer>".format),
@@ -219,7 +219,7 @@ TRICKS: dict[str, Trick] = {
     "dimmed": _layers(_dimmed),
     "reversed": _layers(lambda ls, c, r: ls[::-1]),
     "shuffled_z": _layers(_shuffled_z),
-    # boxes and numbers of layers
+    # boxes and layer counts
     "another_poster": _another,
     "all_images": _layers(lambda ls, c, r: [{**x, "type": "image"} for x in ls]),
     "wide_texts": _texts(x=lambda layer, c, r: -c["width"], width=_fits_all),
@@ -228,7 +228,7 @@ TRICKS: dict[str, Trick] = {
     "x8": _layers(lambda ls, c, r: ls * 8),
     "bomb_500": _layers(_bomb),
     "random_boxes_40": _layers(_random_boxes),
-    # no poster
+    # not a poster
     "empty": lambda record, rng: "",
     "truncated": _whole(lambda text: text[: len(text) * 2 // 3]),
     "nan": _layers(lambda ls, c, r: [*ls[:-1], {**ls[-1], "x": float("nan")}]),
@@ -267,7 +267,7 @@ BANDS: dict[str, tuple[float, float]] = {
 
 
 def main(names: list[str]) -> None:
-    """Prints mean score, structure, accuracy and visual of tricks, and the band of the score."""
+    """Prints the mean score and its parts for each trick, and the band of the score."""
     if unknown := [name for name in names if name not in TRICKS]:
         sys.exit(f"error: trick {unknown[0]!r}: must be one of {', '.join(TRICKS)}")
     rows = [synthetic.record(seed, 1) for seed in range(60)]

@@ -1,11 +1,11 @@
 """VisualQuality-R1 as a visual scorer: a Qwen2.5-VL 7B that rates a picture from 1 to 5.
 
-It was trained by ranking photographs of image-quality databases, without a reference. So its scale is not calibrated,
-flat renders are unlike what it saw, and it judges pixels rather than layout: by default half of the visual score stays
-the deterministic CPU formula. It also reads: texts that were not asked for are grey bars in the image it gets.
+It was trained to rank photographs from image-quality databases, without a reference. So its scale is not calibrated,
+flat renders are out of distribution, and it judges pixels rather than layout: by default the deterministic CPU formula
+is half of the visual score. It can also read: texts that are not in the ground truth are grey bars in its images.
 
-Source: arXiv 2505.14460, Table 1 (question; thinking left out), and the model card. Other than there: greedy instead of
-sampled, few new tokens, fewer pixels, and an answer without a rating is an error, not a random number.
+Source: arXiv 2505.14460, Table 1 (the question, without thinking), and the model card. Differences: greedy decoding
+instead of sampling, few new tokens, fewer pixels, and an answer without a rating is an error, not a random number.
 
 Dims: m images, C tokens of answers, V vocabulary
 """
@@ -32,11 +32,11 @@ QUESTION = (
     "very poor quality and 5 representing excellent quality."
 )
 INSTRUCTION = "Please only output the final answer with only one score in <answer> </answer> tags."
-PREFILL = "<answer>"  # leaves the model nothing to begin with but the rating
+PREFILL = "<answer>"  # makes the model begin with the rating
 MAX_NEW_TOKENS = 16  # "<answer>4.25</answer>" takes 10
-MAX_ASPECT = 200  # long side over short side; the image processor takes no more
+MAX_ASPECT = 200  # long side over short side; the limit of the image processor
 DIGITS = "12345"
-DIGIT_MASS = 0.5  # of the next token, on the digits; below, the model was about to write something else
+DIGIT_MASS = 0.5  # least probability of a digit as the next token; below, the model was not about to write a rating
 NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 
 
@@ -44,10 +44,10 @@ def parse(text: str) -> float | None:
     """The rating in an answer: the first number of the last <answer>, or of the whole text if there is no such tag.
 
     Args:
-        text: what the model wrote.
+        text: of the model.
 
     Returns:
-        From 1 to 5. None: no number, one outside the range, or thoughts without an answer, whose numbers are others.
+        From 1 to 5. None if there is no number, or one out of range, or only thoughts, whose numbers are not ratings.
     """
     before, closed, _ = text.rpartition("</answer>")
     _, opened, answer = before.rpartition("<answer>")
@@ -59,13 +59,13 @@ def parse(text: str) -> float | None:
 
 
 class VisualQuality:
-    """The scorer; it belongs to the one thread that calls `score_batch`.
+    """The scorer; not thread-safe.
 
     Attributes:
         name: of the kind of scorer.
-        identity: model, weights, question and options: what its scores depend on.
+        identity: everything its scores depend on: model, weights, question and options.
         needs_image: true.
-        counters: images "asked" about, those of them "retried" and "unparsable", batches "out_of_memory".
+        counters: images "asked" about, "retried" and "unparsable" ones among them, batches "out_of_memory".
     """
 
     name = "visualquality_r1"
@@ -87,14 +87,16 @@ class VisualQuality:
             model: folder or hub id of a Qwen2.5-VL.
             device: "auto": the first visible GPU, else the CPU; or what torch.device takes.
             dtype: "fp32", "bf16", "fp16", or "auto": bf16 on a GPU, fp32 on the CPU.
-            alpha: share of the model in the visual score, the CPU formula has the rest.
-            batch_size: images in one forward pass. Padding moves bf16 ratings a little, so it is no part of identity.
-            expected: the mean of the first digit under the probabilities of the next token, in place of the written
-                number: one forward pass, and no ties. It ignores decimals, so its scale is another. Not validated.
-            max_pixels: area; larger images are made smaller, one visual token per 28 x 28 pixels.
+            alpha: weight of the model in the visual score; the CPU formula has the rest.
+            batch_size: images in one forward pass. Changes bf16 ratings slightly through padding, but is not part of
+                `identity`.
+            expected: rate by the expectation of the first digit under the next-token probabilities instead of the
+                written number: a single forward pass, and no ties. It ignores decimals, so the scale differs. Not
+                validated.
+            max_pixels: area above which images are downscaled; 28 x 28 pixels are one visual token.
 
         Raises:
-            ValueError: an option is out of range, or the model is not there or of another kind.
+            ValueError: an option is out of range, or the model is absent or of another kind.
         """
         require(0 <= alpha <= 1, f"alpha = {alpha}", "must be from 0 to 1", "0.5: half model, half CPU formula")
         require(batch_size >= 1, f"batch_size = {batch_size}", "must be at least 1", "lower it only to save memory")
@@ -112,7 +114,7 @@ class VisualQuality:
         self.digit_ids = [self.tokenizer.encode(digit, add_special_tokens=False) for digit in DIGITS]
         single = all(len(ids) == 1 for ids in self.digit_ids)
         require(single or not expected, "expected = True", "each digit must be one token", "set it to False")
-        # the checkpoint's own settings, which would fill in what is not given here, sample and penalise repetition
+        # replaces the checkpoint's own settings, which sample and penalise repetition
         ends, pad_id = sources.end_token_ids(self.tokenizer, self.model), self.tokenizer.pad_token_id
         self.model.generation_config = GenerationConfig(
             do_sample=False, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=ends,
@@ -132,11 +134,11 @@ class VisualQuality:
 
         Args:
             images: m posters, RGB.
-            metas: of each, "cpu" the score of the CPU formula in [0, 1]; gets "visual_quality", the model's part.
+            metas: "cpu" is the score of the CPU formula in [0, 1]; "visual_quality", the score of the model, is added.
 
         Returns:
-            For each a score in [0, 1] or an error. "scorer_unparsable" (no rating, though asked twice) and
-            "scorer_bad_image" would only happen again and are not retryable, "scorer_out_of_memory" is.
+            For each poster a score in [0, 1] or an error: "scorer_unparsable" (no rating in two attempts) and
+            "scorer_bad_image" are deterministic and not retryable, "scorer_out_of_memory" is.
         """
         if len(images) != len(metas):
             raise ValueError(f"{len(images)} images, {len(metas)} metas: must be as many; give one meta for each")
@@ -152,24 +154,24 @@ class VisualQuality:
         return results
 
     def _rate(self, images: list[Image.Image], halve: bool = True) -> list[float | ScorerError]:
-        """Ratings from 1 to 5; without memory for all of them, half at a time, once."""
+        """Ratings from 1 to 5; if memory runs out, in two halves."""
         try:
             ratings = self._expectations(images) if self.expected else self._ask(images)
             self.counters["asked"] += len(images)
             return ratings
         except torch.OutOfMemoryError:
             self.counters["out_of_memory"] += 1
-        # not in the handler: there the error still holds the tensors of the pass that failed
+        # outside the handler, where the error still holds tensors of the failed pass
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         if not halve or len(images) == 1:
-            said = f"no memory for {len(images)} images at a time: lower batch_size or max_pixels"
-            return [ScorerError("scorer_out_of_memory", said, retryable=True) for _ in images]
+            text = f"no memory for {len(images)} images at a time: lower batch_size or max_pixels"
+            return [ScorerError("scorer_out_of_memory", text, retryable=True) for _ in images]
         middle = (len(images) + 1) // 2
         return self._rate(images[:middle], halve=False) + self._rate(images[middle:], halve=False)
 
     def _ask(self, images: list[Image.Image]) -> list[float | ScorerError]:
-        """Ratings as written. A second try begins with the tag: asked the same way, the model would say the same."""
+        """Ratings as written; a retry prefills the tag, since greedy decoding would repeat the first answer."""
         texts = self.generate(images)
         ratings: list[float | ScorerError | None] = [parse(text) for text in texts]
         failed = [i for i, rating in enumerate(ratings) if rating is None]
@@ -184,14 +186,14 @@ class VisualQuality:
 
     @torch.no_grad()
     def generate(self, images: list[Image.Image], prefill: str = "") -> list[str]:
-        """What the model writes about each of m images.
+        """Answers of the model about m images.
 
         Args:
-            images: RGB, of any size each.
-            prefill: beginning of its answer, given to it.
+            images: RGB, of any size.
+            prefill: beginning of each answer.
 
         Returns:
-            m texts without the beginning.
+            m texts without the prefill.
         """
         inputs = self._inputs(images, prefill)
         ids_mC = self.model.generate(**inputs)[:, inputs["input_ids"].shape[1] :]
@@ -199,13 +201,13 @@ class VisualQuality:
 
     @torch.no_grad()
     def _expectations(self, images: list[Image.Image]) -> list[float | ScorerError]:
-        """Means of the digit that comes after the tag."""
+        """Expectations of the digit after the tag."""
         logits_mV = self.model(**self._inputs(images, PREFILL), use_cache=False, logits_to_keep=1).logits[:, -1]
         probs_mV = logits_mV.float().softmax(-1)
         probs_m5 = probs_mV[:, [ids[0] for ids in self.digit_ids]]
         mass_m = probs_m5.sum(-1)
         digits_5 = torch.arange(1.0, len(DIGITS) + 1, device=probs_m5.device)
-        ratings_m = (probs_m5 @ digits_5 / mass_m).clamp(1, 5)  # rounding may pass the ends; NaN stays
+        ratings_m = (probs_m5 @ digits_5 / mass_m).clamp(1, 5)  # rounding may exceed the ends; NaN stays NaN
         return [
             rating if mass >= DIGIT_MASS else self._unparsable(f"only {mass:.3f} of the next token is a digit 1 to 5")
             for rating, mass in zip(ratings_m.tolist(), mass_m.tolist(), strict=True)
@@ -221,7 +223,7 @@ class VisualQuality:
 
 
 def _problem(image: Image.Image | None) -> ScorerError | None:
-    """Why an image cannot be shown to the model."""
+    """The error for an image that the model cannot rate, if any."""
     if image is None:
         return ScorerError("scorer_bad_image", "there is no image: malformed posters are not to be asked about", False)
     if max(image.size) > MAX_ASPECT * min(image.size):
@@ -232,10 +234,10 @@ def _problem(image: Image.Image | None) -> ScorerError | None:
 def _load(
     name: str, device: torch.device, dtype: str, max_pixels: int
 ) -> tuple[ProcessorMixin, Qwen2_5_VLForConditionalGeneration]:
-    """Processor and frozen model.
+    """Loads the processor and the frozen model.
 
     Raises:
-        ValueError: it is not there, is of another kind, or lacks weights, which would be random then.
+        ValueError: it is absent, of another kind, or lacks weights, which would be random.
     """
     source = sources.find(name)
     try:
@@ -247,9 +249,9 @@ def _load(
             source, dtype=sources.pick_dtype(dtype, device), trust_remote_code=False, output_loading_info=True
         )
     except OSError as error:
-        said = f"model {name!r} is neither a folder with config.json and weights nor could it be downloaded"
+        text = f"model {name!r} is neither a folder with config.json and weights nor could it be downloaded"
         remedy = "check the name and the network, or download it elsewhere and give the folder"
-        raise ValueError(f"{said}: {remedy} ({error})") from error
+        raise ValueError(f"{text}: {remedy} ({error})") from error
     missing = sorted(report["missing_keys"])
     require(not missing, f"{name!r} has no {missing[:3]}", "all weights must be there", "download it again")
     return processor, model.to(device).eval().requires_grad_(False)

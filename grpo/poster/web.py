@@ -1,4 +1,4 @@
-"""The endpoints of the reward service, its token, and the limits of bodies; scores come from worker.py."""
+"""HTTP endpoints of the reward service, with its token and body limits; worker.py computes the scores."""
 
 import asyncio
 import hmac
@@ -20,18 +20,15 @@ from grpo.poster import counts, items
 from grpo.poster.items import MAX_BODY, Refused
 from grpo.poster.worker import Rewards
 
-LARGE = 2**18  # bytes; above, a body is read in another process, or /health would wait for it
-OPEN = ("/health", "/livez")  # without the token
+LARGE = 2**18  # bytes; larger bodies are parsed in another process, so that /health need not wait
+OPEN = ("/health", "/livez")  # need no token
 
 
 def create_app(rewards: Rewards) -> Callable:
-    """The web application around a scorer, whose `load` and `work` run in another thread.
+    """Creates the ASGI application, for HTTP only.
 
     Args:
-        rewards: answers what comes in.
-
-    Returns:
-        An application in the sense of ASGI, for HTTP only.
+        rewards: scores the requests; its `load` and `work` run in another thread.
     """
     cfg = rewards.cfg
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -75,7 +72,7 @@ def create_app(rewards: Rewards) -> Callable:
         seconds = items.timeout_seconds(request.headers.get("X-Timeout-Ms"), cfg.deadline_seconds)
         body = await _body(request, seconds)
         rewards.require_ready()
-        # before it is read, which takes longer than to refuse it; inside of a text the quotes would be escaped
+        # before parsing, which takes longer than refusing; inside a string the quotes would be escaped
         rewards.require_room(body.count(b'"solution_str"'))
         if len(body) > LARGE:
             asked = await asyncio.wrap_future(rewards.processes.submit(items.read, body, many))
@@ -110,23 +107,25 @@ def create_app(rewards: Rewards) -> Callable:
 
     paths, hosts = {route.path for route in app.routes}, cfg.hosts
 
-    # not a middleware of FastAPI, whose tasks and queues cost as much as the rest of a request
+    # not a FastAPI middleware, whose tasks and queues cost as much as the rest of a request
     async def watch(scope: dict[str, Any], receive: Callable, send: Callable) -> None:
         path, given, start, status = scope["path"], Headers(scope=scope), time.monotonic(), 500
 
-        async def noted(message: dict[str, Any]) -> None:
+        async def send_and_note(message: dict[str, Any]) -> None:
             nonlocal status
             status = message.get("status", status)
             await send(message)
 
         token, host = given.get("Authorization", "").encode(), serving.host_of(given.get("Host", ""))
         answer: Callable = app
-        if hosts is not None and host not in hosts:  # a web page that gave this machine a name of its own
+        if (
+            hosts is not None and host not in hosts
+        ):  # DNS rebinding: a web page under a name that resolves to this machine
             answer = _error(Refused("bad_host", f"this machine is not called {host!r:.80}: see --allowed_hosts"))
         elif cfg.secret and path not in OPEN and not hmac.compare_digest(token, expected):
             answer = _error(Refused("bad_token", "the token is missing or wrong: set RL_HAND_REWARD_TOKEN"))
         try:
-            await answer(scope, receive, noted)
+            await answer(scope, receive, send_and_note)
         finally:
             known = path if path in paths else "other"
             rewards.counts.add("requests_total", endpoint=known, status=status)
@@ -139,7 +138,7 @@ def create_app(rewards: Rewards) -> Callable:
 async def _body(request: Request, seconds: float) -> bytes:
     try:
         async with asyncio.timeout(seconds):
-            body = await serving.whole(request.stream(), MAX_BODY)
+            body = await serving.read_body(request.stream(), MAX_BODY)
     except ClientDisconnect as error:
         raise Refused("bad_json", "the body has no end") from error
     except TimeoutError as error:
@@ -150,7 +149,7 @@ async def _body(request: Request, seconds: float) -> bytes:
 
 
 def _answer(value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    body = json.dumps(value, allow_nan=False)  # in ASCII: ids may hold half a surrogate pair
+    body = json.dumps(value, allow_nan=False)  # ASCII: ids may hold lone surrogates
     return Response(body, status, headers, media_type="application/json")
 
 

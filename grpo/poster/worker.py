@@ -1,7 +1,7 @@
-"""The requests that wait for scores, the one thread that scores them, and its scorer: the inside of reward_server.py.
+"""The core of the reward server: the queue of requests, and the thread that scores them in batches.
 
-A batch of items goes through two stages: processes do the CPU part (assessors.py), then the scorer rates all posters of
-the batch at once, in the thread that called `work`. While it does, the processes work on the next batch.
+A batch goes through two stages: processes do the CPU part (assessors.py), then the scorer rates all its posters at
+once, in the thread that called `work`. Meanwhile the processes work on the next batch.
 """
 
 import hashlib
@@ -23,10 +23,10 @@ from grpo.poster.errors import ScorerError
 from grpo.poster.fonts import Fonts
 from grpo.poster.items import MAX_BODY, MAX_ITEMS, Item, Refused
 
-SELF_TEST = 0.9  # structure and accuracy of a good poster, at least
-FAILURES = 3  # batches in a row that the scorer failed at, before it has to pass the self-test again
+SELF_TEST = 0.9  # least structure and accuracy of the good poster of the self-test
+FAILURES = 3  # consecutive failed batches after which the scorer must pass the self-test again
 COMPONENTS = ("score", "structure", "accuracy", "visual")
-SOURCES = ("layout", "fonts", "render", "reward", "errors", "scorers")  # modules whose text is part of the fingerprint
+SOURCES = ("layout", "fonts", "render", "reward", "errors", "scorers")  # modules whose source is in the fingerprint
 
 
 @dataclass(eq=False)
@@ -34,8 +34,8 @@ class Request:
     """Items that are answered together.
 
     Attributes:
-        deadline: of time.monotonic(); an item that nobody waits for any more is not scored.
-        future: gets the results, one per item, in order.
+        deadline: on the clock of time.monotonic(); later, items are refused instead of scored.
+        future: of the results, one per item, in order.
     """
 
     items: list[Item]
@@ -45,10 +45,10 @@ class Request:
     def __post_init__(self):
         self.results: list[dict[str, Any] | Refused | None] = [None] * len(self.items)
         self.left = len(self.items)
-        self.future.set_running_or_notify_cancel()  # cannot be cancelled: only `put` ends it
+        self.future.set_running_or_notify_cancel()  # cannot be cancelled; only `put` completes it
 
     def put(self, index: int, result: dict[str, Any] | Refused) -> None:
-        """Notes the result of an item; in the scoring thread.
+        """Stores the result of an item; called by the scoring thread.
 
         Args:
             index: of the item.
@@ -60,20 +60,21 @@ class Request:
             self.future.set_result(self.results)
 
 
-Started = list[tuple[Request, int, Future]]  # items of a batch that the processes work on
+Started = list[tuple[Request, int, Future]]  # a batch in the CPU stage
 
 
 class Rewards:
-    """The scorer, the one thread that uses it, and the requests that wait for that.
+    """The request queue and the scorer, which only the thread of `load` and `work` uses.
 
     Attributes:
-        state: "loading", "ready", "degraded" (the scorer fails and is tried out again), "draining" or "failed: why".
-        info: what /info says, once it is loaded.
+        state: "loading", "ready", "degraded" (the scorer failed and must pass the self-test), "draining" or
+            "failed: why".
+        info: the answer of /info, once loaded.
         counts: for /metrics.
     """
 
     def __init__(self, cfg: Any):
-        """Nothing is loaded yet.
+        """Creates an empty queue; nothing is loaded yet.
 
         Args:
             cfg: the Config of the server.
@@ -83,16 +84,16 @@ class Rewards:
         self.scorer: Any = None
         self.waiting: deque[tuple[Request, int]] = deque()
         self.started: Started = []
-        self.failures = 0  # batches in a row
-        self._too_late = math.inf  # time.monotonic() after which nobody waits for what the scorer works at
+        self.failures = 0  # consecutive failed batches
+        self._too_late = math.inf  # time.monotonic() at which no client waits any more for the batch being rated
         self._changed = threading.Condition()
 
     def load(self) -> None:
-        """Loads the scorer and tries everything out; to be called in the thread that calls `work`.
+        """Loads the scorer and runs a self-test; call it in the thread that calls `work`.
 
         Raises:
-            ValueError: the scorer or a font cannot be used.
-            RuntimeError: a good poster gets no good score.
+            ValueError: the scorer or a font is not usable.
+            RuntimeError: a good poster does not get a good score.
         """
         cfg = self.cfg
         fonts = Fonts(cfg.fonts)
@@ -132,17 +133,17 @@ class Rewards:
             raise RuntimeError(f"the self-test failed: a good poster got {result}, must get at least {SELF_TEST}")
 
     def submit(self, items: list[Item], seconds: float) -> Future:
-        """Puts items into the queue.
+        """Queues the items of a request.
 
         Args:
-            items: of a request.
-            seconds: that it waits.
+            items: of the request.
+            seconds: until its deadline.
 
         Returns:
-            One result per item: scores, or Refused.
+            A future for one result per item: scores, or Refused.
 
         Raises:
-            Refused: not ready, or too many wait.
+            Refused: the server is not ready, or the queue is full.
         """
         request = Request(items, time.monotonic() + seconds)
         with self._changed:
@@ -153,41 +154,37 @@ class Rewards:
         return request.future
 
     def gauges(self) -> dict[str, float]:
-        """What /metrics says of now, and what the scorer itself counts."""
+        """Current values for /metrics, with the counters of the scorer."""
         own = {f"scorer_{name}": count for name, count in dict(getattr(self.scorer, "counters", {})).items()}
         return {"waiting": len(self.waiting), "ready": int(self.state == "ready"), **own}
 
     @property
     def late(self) -> float:
-        """Seconds for which nobody has waited any more for what the scorer works at; below 0: somebody does."""
+        """Seconds since no client waits any more for the batch being rated; below 0 while one may."""
         return time.monotonic() - self._too_late
 
     def require_ready(self) -> None:
-        """Raises Refused if nothing can be scored now."""
+        """Raises Refused unless the state is "ready"."""
         if self.state != "ready":
             raise Refused(self.state.partition(":")[0], self.state)
 
     def require_room(self, items: int) -> None:
-        """Raises Refused if so many do not fit into the queue now.
-
-        Args:
-            items: of a request.
-        """
+        """Raises Refused if the queue has no room for so many items."""
         if len(self.waiting) + items > self.cfg.max_queue:
             text = f"{len(self.waiting)} items wait, {self.cfg.max_queue} at most (--max_queue): come again later"
             raise Refused("queue_full", text)
 
     def drain(self) -> None:
-        """No new request is taken any more; `work` returns when those that wait are answered."""
+        """Stops accepting requests; `work` returns once the queue is empty."""
         with self._changed:
             self.state = "draining"
             self._changed.notify()
 
     def work(self) -> None:
-        """Scores until `drain`.
+        """Scores batches until `drain`.
 
         Raises:
-            RuntimeError: the scorer failed again and again, and did not pass the self-test after that.
+            RuntimeError: the scorer failed repeatedly, and then failed the self-test.
         """
         while (batch := self._take(wait=not self.started)) or self.started:
             following = self._start(batch)
@@ -202,10 +199,10 @@ class Rewards:
         self.processes.close()
 
     def fail(self, error: Exception) -> None:
-        """Says why nothing will be scored any more to all who ask, or wait.
+        """Refuses all queued and future requests.
 
         Args:
-            error: that `load` or `work` raised.
+            error: raised by `load` or `work`.
         """
         with self._changed:
             self.state = f"failed: {error}"
@@ -216,13 +213,13 @@ class Rewards:
                 self._refuse(request, index, Refused("failed", self.state))
 
     def _take(self, wait: bool) -> list[tuple[Request, int]]:
-        """The items scored next. None: there are none, and `wait` is off or all is done."""
+        """Takes the next batch from the queue; empty if `wait` is off and nothing is queued, or after `drain`."""
         batch: list[tuple[Request, int]] = []
         with self._changed:
             while True:
                 while wait and not self.waiting and self.state != "draining":
-                    self._changed.wait(1.0)  # a signal that comes just before is seen then
-                if wait and self.state != "draining":  # more may come; while a batch is at work, it is that time
+                    self._changed.wait(1.0)  # with a timeout, so that a signal just before is handled
+                if wait and self.state != "draining":  # wait for a fuller batch, unless one is being rated
                     full = time.monotonic() + self.cfg.batch_wait_ms / 1000
                     while len(self.waiting) < self.cfg.max_batch and (left := full - time.monotonic()) > 0:
                         self._changed.wait(left)
@@ -239,14 +236,14 @@ class Rewards:
         return [(q, i, self.processes.submit(assessors.assess, q.items[i])) for q, i in batch]
 
     def _finish(self, started: Started) -> None:
-        """Scores a batch whose CPU part is done, or nearly."""
+        """Waits for the CPU stage of a batch, rates it and completes its requests."""
         assessed: list[tuple[Request, int, reward.Assessed]] = []
         for request, index, future in started:
             try:
                 assessed.append((request, index, future.result()))
             except Refused as refused:
                 self._refuse(request, index, refused)
-        shown = [(q.items[i], x) for q, i, x in assessed if x.parse_ok]  # a malformed poster has no look
+        shown = [(q.items[i], x) for q, i, x in assessed if x.parse_ok]  # malformed posters are not rated
         metas = [{"cpu": x.cpu_visual, "extra_info": json.loads(item.extra_info), "solution": item.solution}
                  for item, x in shown]  # fmt: skip
         rated = iter(zip(self._rate([x.image for _, x in shown], metas), metas, strict=True))
@@ -257,12 +254,14 @@ class Rewards:
                 continue
             try:
                 result = {"ok": True, **reward.result(x, visual, self.cfg.weights)}
-                json.dumps(result, allow_nan=False)  # what cannot be sent is the fault of this item, not of its batch
-            except Exception as error:  # a bug; one item should not end the server, and be sent to the next one then
+                json.dumps(result, allow_nan=False)  # fail this item, not the batch, if it cannot be sent
+            except (
+                Exception
+            ) as error:  # a bug must not end the server: clients would retry the item and end the next one
                 traceback.print_exc()
                 self._refuse(request, index, Refused("internal", f"{type(error).__name__}: see the log of the server"))
                 continue
-            if isinstance(model := _checked(meta.get("visual_quality")), float):  # without the CPU formula
+            if isinstance(model := _checked(meta.get("visual_quality")), float):  # score of the model alone
                 result["visual_quality"] = model
             self._count(result)
             request.put(index, result)
@@ -270,14 +269,14 @@ class Rewards:
             self.counts.observe("batch_size", len(started), counts.SIZES)
 
     def _rate(self, images: list[Any], metas: list[dict[str, Any]]) -> list[float | Refused]:
-        """Visual scores by the scorer. What is no number in [0, 1] is an error, never a score."""
+        """Visual scores of the scorer; anything but a number in [0, 1] becomes an error."""
         if not metas:
             return []
-        if self.state != "loading":  # its first call may compile for long
+        if self.state != "loading":  # the first call may compile for a long time
             self._too_late = time.monotonic() + self.cfg.deadline_seconds
         try:
             values = list(self.scorer.score_batch(images, metas))
-        except Exception as error:  # the clients hear of it, and the next batch may be another
+        except Exception as error:  # report it to the clients; the next batch may succeed
             self.failures += 1
             traceback.print_exc()
             text = f"the scorer failed: {type(error).__name__}; see the log of the server"
@@ -307,13 +306,13 @@ class Rewards:
 def _checked(value: Any) -> float | Refused:
     if isinstance(value, ScorerError):
         return Refused(value.code, str(value), value.retryable)
-    if isinstance(value, Real) and 0 <= value <= 1:  # NaN is not
+    if isinstance(value, Real) and 0 <= value <= 1:  # rejects NaN
         return float(value)
     return Refused("scorer_invalid", f"the scorer gave {value!r:.80}: must be a number from 0 to 1")
 
 
 def fingerprint(info: dict[str, Any]) -> str:
-    """Of all that scores depend on: two servers with the same one score alike.
+    """Hash of everything that scores depend on: servers with the same fingerprint give the same scores.
 
     Args:
         info: of /info.

@@ -490,7 +490,7 @@ def planned_gib(script: str, arguments: list[str], ranks: int, setting: Setting)
     roles = layouts.all_ranks(module, cfg, ranks)
     planned = plan.of(cfg, roles, ranks=ranks, prompt_tokens=setting.prompt_tokens)
     limit = cfg.memory_limit * devices.GIB or torch.cuda.get_device_properties(0).total_memory
-    planned = planned.within(limit)
+    planned = planned.for_capacity(limit)
     return max(map(planned.peak, planned.gpus)) / devices.GIB
 
 

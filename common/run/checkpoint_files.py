@@ -1,0 +1,108 @@
+"""The files of a checkpoint, and how a complete and undamaged one is told from any other folder.
+
+A checkpoint is a transformers folder (model.safetensors, config, tokenizer) with these additions:
+    optimizer.safetensors   fp32 master weights and Adam state by parameter name
+    rng.safetensors         random number generators of every rank and device
+    state.json              step, data position, Config, notes of the script, size and CRC-32 of every file
+    reference/              the frozen model, if it was refreshed during the run
+    rollout.safetensors     completions of the next step, if a service went away before they were scored
+Nothing is pickled.
+"""
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+from common.base import storage
+
+STATE = "state.json"
+OPTIMIZER = "optimizer.safetensors"
+RNG = "rng.safetensors"
+REFERENCE = "reference"
+ROLLOUT = "rollout.safetensors"
+
+
+def step_of(folder: Path) -> int:
+    """Steps done at a checkpoint; -1 if the name is not checkpoint-NUMBER."""
+    number = folder.name.removeprefix("checkpoint-")
+    return int(number) if number.isdecimal() else -1
+
+
+def newest(out_dir: str | Path) -> Path | None:
+    """The complete checkpoint with the most steps, or None.
+
+    Args:
+        out_dir: of the run.
+    """
+    return max(complete(out_dir), key=step_of, default=None)
+
+
+def complete(out_dir: str | Path) -> list[Path]:
+    """All complete checkpoints of a run, the one with the fewest steps first.
+
+    Args:
+        out_dir: of the run.
+    """
+    return sorted(filter(is_complete, Path(out_dir).glob("checkpoint-*")), key=step_of)
+
+
+def is_complete(folder: str | Path) -> bool:
+    """Whether every file is there in its full size; fast, since no file but state.json is read."""
+    return not damage(Path(folder), thorough=False)
+
+
+def damage(folder: Path, thorough: bool = True) -> str:
+    """What is wrong with a checkpoint, as text for an error; "" if nothing is.
+
+    Args:
+        folder: of the checkpoint.
+        thorough: also compare checksums, which reads every file.
+    """
+    try:
+        state = read_state(folder)
+        # checkpoints of earlier versions hold sizes alone
+        files = {name: {"bytes": was} if isinstance(was, int) else was for name, was in state["files"].items()}
+        sizes = {name: was["bytes"] for name, was in files.items()}
+    except FileNotFoundError:
+        return f"{STATE} is missing"
+    except OSError as error:
+        return f"{STATE} cannot be read ({error.strerror})"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # truncated, or written by something else
+        return f"{STATE} cannot be read"
+    for name, size in sizes.items():
+        if Path(name).is_absolute() or ".." in Path(name).parts or not (folder / name).is_file():
+            return f"{name} is missing"
+        if (found := (folder / name).stat().st_size) != size:
+            return f"{name} has {found} bytes of {size}"
+    if not thorough:
+        return ""
+    if "crc32" in state and state["crc32"] != _crc32(state):
+        return f"{STATE} was edited"
+    known = [name for name, was in files.items() if "crc32" in was]
+    for name, found in storage.checksums(folder, known).items():
+        if found != files[name]:
+            return f"{name} is not the file that was saved (CRC-32 {found['crc32']}, not {files[name]['crc32']})"
+    return ""
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The content of state.json."""
+    return json.loads((folder / STATE).read_text())
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    """Writes state.json with its own checksum.
+
+    Args:
+        folder: of the checkpoint.
+        state: JSON values.
+    """
+    state = json.loads(json.dumps(state))  # as it will be read: keys of notes become strings
+    (folder / STATE).write_text(json.dumps({**state, "crc32": _crc32(state)}, indent=1))
+
+
+def _crc32(state: dict[str, Any]) -> str:
+    """Checksum of state.json without the checksum in it."""
+    text = json.dumps({name: value for name, value in state.items() if name != "crc32"}, sort_keys=True)
+    return f"{zlib.crc32(text.encode()):08x}"

@@ -198,7 +198,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
             if run.eval_due(step):
                 mixed.wait()  # for replicas that sample ahead: they sample here too
                 log.eval(step, **evaluate(cfg, *judged))
-            stop = run.stop_asked()
+            stop = run.stop_requested()
             if stop or run.save_due(step):
                 run.save()
             if stop:

@@ -1,9 +1,9 @@
-"""A teacher behind HTTP: top-k log-probabilities and completions for the GKD scripts, from GPUs of its own.
+"""HTTP server of a teacher on its own GPUs: top-k log-probabilities and completions for GKD scripts.
 
 Run:   bash scripts/start_teacher.sh --gpus 2,3 -- --teacher_model Qwen/Qwen2.5-7B-Instruct
-       python gkd/teacher_server.py   on the GPUs of CUDA_VISIBLE_DEVICES, or the CPU (--help lists all options)
-Wire:  POST /topk_logprobs and /generate, safetensors both ways; common/distill/teacher_worker.py, `read`, has it
-       GET /health /info /vocabulary /metrics
+       python gkd/teacher_server.py      on all visible GPUs, or the CPU (--help lists all options)
+Wire:  POST /topk_logprobs and /generate, safetensors both ways; the format is documented at `read`
+       in common/distill/teacher_worker.py.  GET /health /info /vocabulary /metrics
 """
 
 import asyncio
@@ -32,25 +32,25 @@ from common.distill.teacher_worker import Refused, Teacher
 from common.model import sources
 
 MAX_BODY = 2**26  # bytes of a request: 16 M tokens
-WORK = ("/topk_logprobs", "/generate")
+WORK_PATHS = ("/topk_logprobs", "/generate")
 
 
 @dataclass(frozen=True)
 class Config:
-    """A teacher behind HTTP. Editing a line and passing --name value are the same."""
+    """HTTP server of a teacher. Editing a line and passing --name value are the same."""
 
     teacher_model: str = "toy-teacher"  # built-in; or a hub id or folder: "Qwen/Qwen2.5-7B-Instruct"
     device: str = "auto"  # "cuda": spread over all visible GPUs; "cpu"; "auto": the GPUs if there are any, else the CPU
     dtype: str = "auto"  # "bf16", "fp16", "fp32"; "auto": bf16 on GPUs, fp32 on the CPU
     compile: bool = True  # torch.compile on GPUs
     host: str = "127.0.0.1"  # "0.0.0.0": also for other machines, which needs a token
-    port: int = 15555  # 0: any that is free
+    port: int = 15555  # 0: any free port
     token: str = ""  # sent by clients as "Authorization: Bearer"; better in the environment, RL_HAND_TEACHER_TOKEN
-    max_top_k: int = 256  # log-probabilities per token, at most; 0: the whole vocabulary
-    max_tokens: int = 32768  # of one sequence, at most, or what the model has positions for
-    max_batch_tokens: int = 16384  # in one forward pass: requests are put together up to here, and cut above
-    max_queue: int = 64  # requests that wait; those above are told to come again later
-    deadline_seconds: float = 600.0  # a request that waited longer is not computed, unless it says otherwise
+    max_top_k: int = 256  # maximum number of log-probabilities per token; 0: the whole vocabulary
+    max_tokens: int = 32768  # maximum length of a sequence; no more than the model has positions
+    max_batch_tokens: int = 16384  # per forward pass: smaller requests are batched, larger ones split
+    max_queue: int = 64  # requests in the queue; above, requests are refused with 429
+    deadline_seconds: float = 600.0  # a request that waits longer is dropped, unless it sets its own deadline
 
     def __post_init__(self):
         checks.at_least(self, 0, "max_top_k", "port")
@@ -69,11 +69,7 @@ class Config:
 
 
 def create_app(teacher: Teacher) -> FastAPI:
-    """The web application around a teacher, whose `load` and `work` run in another thread.
-
-    Args:
-        teacher: answers what comes in.
-    """
+    """The web application of a teacher, whose `load` and `work` run in another thread."""
     app = FastAPI(openapi_url=None)
     expected = f"Bearer {teacher.cfg.secret}".encode()
 
@@ -81,7 +77,8 @@ def create_app(teacher: Teacher) -> FastAPI:
     async def watch(request: Request, call_next: Callable) -> Response:
         path, given = request.url.path, request.headers.get("Authorization", "").encode()
         host = serving.host_of(request.headers.get("Host", "")) or ""
-        if not (teacher.cfg.secret or checks.is_loopback(host)):  # a web page that gave this machine a name of its own
+        # without a token, a web page could reach this server under a domain of its own (DNS rebinding)
+        if not (teacher.cfg.secret or checks.is_loopback(host)):
             text = f"this machine is not called {host!r:.80}: say 127.0.0.1, or set a token"
             answer = JSONResponse({"error": text}, 403)
         elif teacher.cfg.secret and path != "/health" and not hmac.compare_digest(given, expected):
@@ -139,18 +136,19 @@ def create_app(teacher: Teacher) -> FastAPI:
         answer = await run_in_threadpool(service.pack, tensors, metadata)
         return Response(answer, media_type="application/octet-stream")
 
-    for path in WORK:
+    for path in WORK_PATHS:
         app.post(path)(work)
     return app
 
 
 def _require_ready(teacher: Teacher) -> None:
+    """Refuses a request with 503 unless the model is loaded."""
     if teacher.state != "ready":
         raise Refused(503, teacher.state)
 
 
 def _metrics(teacher: Teacher) -> str:
-    """In the text format of Prometheus."""
+    """The counters in the text format of Prometheus."""
     lines, counts = ["# TYPE teacher_requests_total counter"], dict(teacher.counts)
     for key, count in counts.items():
         if isinstance(key, tuple):
@@ -164,25 +162,25 @@ def _metrics(teacher: Teacher) -> str:
 
 
 def main(cfg: Config) -> None:
-    """Answers from the moment the port is open, at first with "loading"; the model belongs to this thread."""
+    """Opens the port, then loads and runs the model in this thread; /health says when it is up."""
     teacher = Teacher(cfg)
     family = socket.AF_INET6 if ":" in cfg.host else socket.AF_INET
     try:
         listener = socket.create_server((cfg.host, cfg.port), family=family)
     except OSError as error:
         sys.exit(f"error: {cfg.host}:{cfg.port} cannot be opened ({error}): give another --port or --host")
-    # or the body of an answer waits 40 ms for the other side to confirm its header
+    # or Nagle's algorithm delays the body of an answer by 40 ms, until its header is acknowledged
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     address = f"http://{cfg.host}:{listener.getsockname()[1]}"
     print(f"teacher {cfg.teacher_model}: loading, {address}/health says when it is ready", flush=True)
     options = dict(lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=60)
     server = uvicorn.Server(uvicorn.Config(create_app(teacher), timeout_keep_alive=75, **options))
-    web = threading.Thread(target=server.run, args=([listener],), daemon=True)  # leaves the signals to this thread
+    web = threading.Thread(target=server.run, args=([listener],), daemon=True)  # signals go to the main thread
     web.start()
 
     def stop(number: int, _: FrameType | None) -> None:
         for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_DFL)  # a second one ends the process at once
+            signal.signal(each, signal.SIG_DFL)  # a second signal ends the process at once
         print(f"{signal.Signals(number).name}: answering what is waiting, then ending", flush=True)
         if teacher.state == "loading":
             sys.exit(0)
@@ -195,7 +193,7 @@ def main(cfg: Config) -> None:
         teacher.load()
         print(f"teacher {cfg.teacher_model}: ready, {address}, {', '.join(map(str, teacher.devices))}", flush=True)
         teacher.work()
-    except Exception as error:  # said to whoever asks meanwhile; whoever started this process sees it too
+    except Exception as error:  # report it to clients, too
         teacher.state = f"failed: {error}"
         raise
     finally:

@@ -177,7 +177,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
                 log.samples(step, examples_P, scored.completions, scored.rewards.tolist(), cfg.print_samples)
             if run.eval_due(step):
                 log.eval(step, eval_reward=evaluate(cfg, sampler, scorer, eval_examples))
-            stop = run.stop_asked()
+            stop = run.stop_requested()
             if stop or run.save_due(step):
                 run.save()
             if stop:

@@ -20,15 +20,15 @@ STOPS = dict(rewards=[constant], on_collapse="stop", collapse_steps=3, steps=9, 
 LEARNS = {"learning_rate": 1e-4, "memory_gib": [1.0], "loss": 0.1, "skipped_updates": 0.0}
 
 
-class Said(list):
-    """In place of a log: what it was told to say."""
+class Printed(list):
+    """In place of a log: the lines that it was told to print."""
 
-    say = list.append
+    print_above_bar = list.append
 
 
 def watch(tmp_path, ranges=None, start=0, **options) -> guards.Watch:
     cfg = SimpleNamespace(**dict(on_collapse="warn", collapse_steps=3, out_dir=str(tmp_path)) | options)
-    return guards.Watch({"entropy": (0.1, 5.0)} if ranges is None else ranges, cfg, Said(), start)
+    return guards.Watch({"entropy": (0.1, 5.0)} if ranges is None else ranges, cfg, Printed(), start)
 
 
 def see(watch: guards.Watch, values: list, first: int = 1) -> list[tuple[int, bool]]:
@@ -36,7 +36,7 @@ def see(watch: guards.Watch, values: list, first: int = 1) -> list[tuple[int, bo
     found = []
     for step, value in enumerate(values, first):
         said = len(watch._log)
-        ends = watch.see({"step": step, "entropy": value, **LEARNS})
+        ends = watch.check({"step": step, "entropy": value, **LEARNS})
         if ends or len(watch._log) > said:
             found.append((step, ends))
     return found
@@ -49,7 +49,7 @@ def test_a_warning_comes_at_the_last_of_so_many_steps_once_and_again_after_a_rec
     said = "warning: step 7: entropy has been outside 0.1 to 5 since step 5, lastly 0.07, 0.06, 0.05: "
     assert one._log[0].startswith(said) and "raise kl_coef, lower learning_rate" in one._log[0]
     assert one._log[1].startswith("warning: step 12: entropy has been outside 0.1 to 5 since step 10, lastly 6, 7, 8:")
-    one.leave()  # nothing
+    one.exit_if_collapsed()  # nothing
     off = watch(tmp_path, {"entrpy": (0.1, 5.0)}, on_collapse="off")  # looks at nothing, not even at names
     assert see(off, [0.0] * 9) == []
 
@@ -77,11 +77,11 @@ def test_metrics_are_counted_each_for_itself_and_named_together(tmp_path):
     ranges = {"entropy": (0.1, None), "reward_std": (1e-4, None)}
     one = watch(tmp_path, ranges)
     for step, (entropy, std) in enumerate([(0.0, 0.1), (0.0, 0.0), (0.0, 0.0), (0.0, 0.0)], 1):
-        one.see({"step": step, "entropy": entropy, "reward_std": std, **LEARNS})
+        one.check({"step": step, "entropy": entropy, "reward_std": std, **LEARNS})
     assert [line.split(" has")[0] for line in one._log] == ["warning: step 3: entropy", "warning: step 4: reward_std"]
     assert "or the reward function blind?" in one._log[1]
     one = watch(tmp_path, ranges, on_collapse="stop", collapse_steps=1)
-    assert one.see({"step": 1, "entropy": 0.0, "reward_std": 0.0, **LEARNS})
+    assert one.check({"step": 1, "entropy": 0.0, "reward_std": 0.0, **LEARNS})
     assert "step 1: entropy has been outside" in one.collapsed and "; step 1: reward_std has been" in one.collapsed
 
 
@@ -89,7 +89,7 @@ def test_stop_ends_the_run_with_its_own_code(tmp_path, capsys):
     one = watch(tmp_path, on_collapse="stop")
     assert see(one, [0.0, 0.01, 0.02]) == [(3, True)] and not one._log
     with pytest.raises(SystemExit) as ended:
-        one.leave()
+        one.exit_if_collapsed()
     assert ended.value.code == guards.EXIT_CODE == 3
     said = capsys.readouterr().err
     assert said.startswith("stopped at step 3: entropy has been outside 0.1 to 5 since step 1, lastly 0, 0.01, 0.02:")
@@ -100,7 +100,7 @@ def test_stop_ends_the_run_with_its_own_code(tmp_path, capsys):
 def test_a_name_that_does_not_exist_is_an_error_with_those_that_do(tmp_path, name):
     one = watch(tmp_path, {name: (0.1, 5.0)})
     # nothing was trained on: the metrics of updates are absent
-    assert not one.see({"step": 1, "skipped_updates": 1.0, "reward": 0.0})
+    assert not one.check({"step": 1, "skipped_updates": 1.0, "reward": 0.0})
     known = "step, entropy, learning_rate, loss, skipped_updates; correct"
     with pytest.raises(ValueError, match=rf"GUARDS has \['{name}'\].*: {known}"):
         see(one, [1.0])
@@ -153,7 +153,7 @@ def test_every_script_has_guards_and_obeys_them(script):
         "Run(cfg, gpus, GUARDS, TIMEOUT_MINUTES)",
         "run.interruptible()",
         "run.end_step(step",
-        "run.stop_asked()",
+        "run.stop_requested()",
     )
     places = [text.find(call) for call in calls]
     assert -1 not in places and places == sorted(places)

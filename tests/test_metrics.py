@@ -299,7 +299,7 @@ def test_the_console_shows_a_few_numbers(tmp_path, capsys):
     log.add(clip_fraction=0.25)
     time.sleep(0.15)  # the bar is drawn ten times a second at most
     end_step(log, lengths=[8, 4])
-    log.say("hello")
+    log.print_above_bar("hello")
     captured = capsys.readouterr()
     assert "reward=0.5" in captured.err and "len=6" in captured.err and "clip=0.25" in captured.err
     assert captured.out == "hello\n"
@@ -314,6 +314,6 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
     log.end_step(1)
     log.eval(1, eval_reward=1.0)
     log.samples(1, examples(1), ["x", "y"], [1.0, 0.0], show=True)
-    log.say("hello")
+    log.print_above_bar("hello")
     log.close()
     assert not (tmp_path / "run").exists() and capsys.readouterr().out == ""

@@ -1,4 +1,5 @@
-"""The foundation: checks of settings, the command line, devices, ranks, memory, files, HTTP.
+"""The foundation: checks of options, the command line, devices, ranks, memory, files, HTTP.
 
-May import: nothing of this project. Start with checks.py (the form of every error) and distributed.py (ranks).
+May import: nothing of this project. Start with checks.py (the form of every error), then
+distributed.py (ranks).
 """

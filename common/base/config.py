@@ -1,4 +1,7 @@
-"""Command line of a script from its Config dataclass: one option per field, the trailing comment is its help."""
+"""The command line of a script, built from its Config dataclass: one option per field.
+
+The trailing comment of a field is the help text of its option.
+"""
 
 import argparse
 import ast
@@ -20,14 +23,7 @@ T = TypeVar("T")
 
 
 def comments(cls: type) -> dict[str, str]:
-    """The trailing comment of every field of a dataclass.
-
-    Args:
-        cls: a dataclass whose source can be read.
-
-    Returns:
-        Field name -> comment without the "#"; "" for a field without one.
-    """
+    """Trailing comment of every field of a dataclass, without the "#"; "" if there is none."""
     found = {}
     for base in _dataclasses(cls):
         source = textwrap.dedent(inspect.getsource(base))
@@ -35,29 +31,28 @@ def comments(cls: type) -> dict[str, str]:
         by_line = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
         fields = [node for node in ast.parse(source).body[0].body if isinstance(node, ast.AnnAssign)]
         own = {node.target.id: by_line.get(node.end_lineno, "") for node in fields}
-        found = {**own, **found}  # a class may name an inherited field again
+        found = {**own, **found}  # a subclass may redefine an inherited field
     return found
 
 
 def _dataclasses(cls: type) -> list[type]:
-    """A dataclass and the dataclasses that it inherits from, itself first."""
+    """A dataclass, then the dataclasses that it inherits from."""
     return [base for base in cls.__mro__ if dataclasses.is_dataclass(base)]
 
 
 def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
     """Reads a Config from the command line: `--name value` is the same as editing the field's line.
 
-    `--help` shows the fields of `cls` first, then inherited ones under the first line of their class's docstring.
+    `--help` shows the fields of `cls` first. Inherited fields follow, grouped by class under the
+    first line of the class's docstring.
 
     Args:
-        cls: a dataclass with fields of type str, int, float, bool or Literal of texts.
-        argv: the arguments; those of the process by default.
-
-    Returns:
-        An instance of `cls`.
+        cls: a dataclass with fields of type str, int, float, bool or Literal of strings.
+        argv: default: the arguments of the process.
 
     Raises:
-        SystemExit: an unknown option (the closest name is suggested), or a value that breaks a rule; code 2.
+        SystemExit: code 2, for an unknown option (the closest name is suggested) or an invalid
+            value.
     """
     parser = argparse.ArgumentParser(description=cls.__doc__, allow_abbrev=False)
     helps, types = comments(cls), get_type_hints(cls)
@@ -72,7 +67,7 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
             else:
                 kind = str if get_origin(kind) is Literal else kind
                 group.add_argument(f"--{name}", type=kind, default=field.default, help=text)
-    argv = [_underscored(arg) for arg in (sys.argv[1:] if argv is None else argv)]
+    argv = [_with_underscores(arg) for arg in (sys.argv[1:] if argv is None else argv)]
     values, unknown = parser.parse_known_args(argv)
     if unknown:
         close = difflib.get_close_matches(unknown[0].split("=")[0].lstrip("-"), helps, n=1)
@@ -85,13 +80,8 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
 
 
 def save(cfg: Any, out_dir: str) -> None:
-    """Writes the configuration of a run to `config.json` in its folder; rank 0 does, the others do nothing.
-
-    Args:
-        cfg: a dataclass instance.
-        out_dir: of the run.
-    """
-    from common.base import distributed  # imports torch, which a server without a model does not need
+    """Writes a Config to `config.json` in `out_dir`, on rank 0; a no-op on other ranks."""
+    from common.base import distributed  # imports torch, which some servers do not need
 
     if distributed.rank() > 0:
         return
@@ -100,21 +90,14 @@ def save(cfg: Any, out_dir: str) -> None:
 
 
 def changed(old: dict[str, Any], cfg: Any) -> list[str]:
-    """What differs between a saved configuration and the present one.
-
-    Args:
-        old: the saved fields.
-        cfg: a dataclass instance.
-
-    Returns:
-        One line "name: old -> new" per field that differs.
-    """
+    """Differences between saved fields and a Config: one line "name: old -> new" per field."""
     new = dataclasses.asdict(cfg)
     names = [name for name in new if name in old and old[name] != new[name]]
     return [f"{name}: {old[name]!r} -> {new[name]!r}" for name in names]
 
 
 def _bool(text: str) -> bool:
+    """Parses a truth value."""
     if text.lower() in ("true", "1", "yes", "on"):
         return True
     if text.lower() in ("false", "0", "no", "off"):
@@ -122,8 +105,8 @@ def _bool(text: str) -> bool:
     raise argparse.ArgumentTypeError(f"{text!r} is not a truth value: use true or false")
 
 
-def _underscored(arg: str) -> str:
-    """--learning-rate=1e-6 as --learning_rate=1e-6."""
+def _with_underscores(arg: str) -> str:
+    """Replaces hyphens: --learning-rate=1e-6 becomes --learning_rate=1e-6."""
     if not arg.startswith("--"):
         return arg
     name, equals, value = arg.partition("=")

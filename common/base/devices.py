@@ -1,4 +1,8 @@
-"""GPU constants at the top of a script -> devices, checked before anything is loaded."""
+"""Checks the GPU constants at the top of a script and turns them into devices, before anything
+loads.
+
+Also: GPU synchronization, peak and free memory, a memory limit, and pinned CPU memory.
+"""
 
 import dataclasses
 import os
@@ -12,7 +16,7 @@ from common.base.checks import require
 from common.base.distributed import print_main
 
 GIB = 2**30
-CONSTANTS = {  # the line of a script that places a role
+CONSTANTS = {  # role -> constant of a script that names its GPUs
     "policy": "POLICY_GPU_IDS",
     "student": "STUDENT_GPU_IDS",
     "rollout": "ROLLOUT_GPU_IDS",
@@ -25,16 +29,16 @@ CONSTANTS = {  # the line of a script that places a role
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which device each role of a process uses. CUDA_VISIBLE_DEVICES renumbers GPUs from 0.
+    """The device of each role in a process. CUDA_VISIBLE_DEVICES renumbers GPUs from 0.
 
     Attributes:
-        trained: one replica of the policy or student on each; the first also holds the optimizer.
-        copies: replicas that only sample.
+        trained: each holds a replica of the policy or student; the first also holds the optimizer.
+        copies: each holds a replica that only samples.
         sampling: indices into (*trained, *copies) of the replicas that sample.
-        reference: device of the frozen reference.
-        reward: device of the reward model.
-        teacher: devices that the teacher's layers are spread over; empty if it is served elsewhere.
-        embedder: one copy of the embedding model on each.
+        reference: holds the frozen reference.
+        reward: holds the reward model.
+        teacher: the teacher's layers are spread over these; empty if a server holds the teacher.
+        embedder: each holds a copy of the embedding model.
     """
 
     trained: tuple[torch.device, ...]
@@ -62,11 +66,7 @@ class Layout:
         return list(dict.fromkeys([*self.trained, *frozen, *self.copies, *self.embedder]))
 
     def of(self, role: str) -> tuple[torch.device, ...]:
-        """Devices of a role.
-
-        Args:
-            role: a key of CONSTANTS.
-        """
+        """Devices of a role, a key of CONSTANTS."""
         found = self.trained if role in ("policy", "student") else getattr(self, role)
         return found if isinstance(found, tuple) else (found,)
 
@@ -74,20 +74,19 @@ class Layout:
 def gpu_numbers(
     roles: Mapping[str, Sequence[int] | int | None], local_rank: int = 0, ranks: int = 1
 ) -> dict[str, tuple[int, ...]]:
-    """GPU numbers of every role, as a machine with enough GPUs would use them.
+    """GPU numbers of every role, assuming that the machine has enough GPUs.
 
     Args:
-        roles: values of a script's constants by role (keys of CONSTANTS), the trained role first. None means for the
-            trained role: one process per GPU, each on the GPU of its local rank; for "rollout": the trained replicas
-            sample; for other roles: the first GPU of the trained role.
+        roles: the script's constants by role (keys of CONSTANTS), the trained role first. None
+            means, for the trained role: one process per GPU, each on the GPU of its local rank; for
+            "rollout": the trained replicas sample; for other roles: the first GPU of the trained
+            role.
         local_rank: rank of the process on this machine.
-        ranks: processes of the run.
-
-    Returns:
-        Numbers by role.
+        ranks: number of processes in the run.
 
     Raises:
-        ValueError: a constant that is no GPU number or tuple of them, or a combination that cannot work.
+        ValueError: a constant is not a GPU number or a tuple of them, or the combination is
+            invalid.
     """
     trained = next(iter(roles))
     lines = {role: f"{CONSTANTS[role]} = {value!r}" for role, value in roles.items()}
@@ -115,13 +114,13 @@ def layout(device: str = "auto", **roles: Sequence[int] | int | None) -> Layout:
     """Checks the GPU constants of a script and turns them into devices.
 
     Args:
-        device: "cuda" (the GPUs named), "cpu" (everything on the CPU), or "auto" (the GPUs named if this machine has
-            any, else the CPU, with a message).
+        device: "cuda": the named GPUs; "cpu": everything on the CPU; "auto": the named GPUs if any
+            GPU is visible, else the CPU, with a message.
         **roles: as in `gpu_numbers`.
 
     Raises:
-        ValueError: as in `gpu_numbers`; or fewer GPUs are visible than named: how many are needed, how many there are,
-            and the lines to change.
+        ValueError: as in `gpu_numbers`; or fewer GPUs are visible than needed. The message gives
+            both numbers and the lines to change.
     """
     require(device in ("auto", "cuda", "cpu"), f"device = {device!r}", "must be auto, cuda or cpu", "choose one")
     local_rank, processes, ranks = (
@@ -135,10 +134,10 @@ def layout(device: str = "auto", **roles: Sequence[int] | int | None) -> Layout:
         if device == "auto":
             print_main("no GPU visible: running on the CPU; with --device cuda that is an error")
         cpu = torch.device("cpu")
-        # one replica, and one copy if the GPUs that sample are all others
-        apart = not set(numbers[trained]) & set(numbers.get("rollout", numbers[trained]))
+        # one replica, and one copy if no trained GPU samples
+        separate = not set(numbers[trained]) & set(numbers.get("rollout", numbers[trained]))
         places = {role: (cpu,) * bool(ids) for role, ids in numbers.items()}
-        copies, sampling = (cpu,) * apart, (int(apart),)
+        copies, sampling = (cpu,) * separate, (int(separate),)
     else:
         _require_visible(roles, numbers, processes, visible)
         places = {role: tuple(torch.device("cuda", i) for i in ids) for role, ids in numbers.items()}
@@ -153,7 +152,7 @@ def layout(device: str = "auto", **roles: Sequence[int] | int | None) -> Layout:
 
 
 def _require_visible(roles: Mapping[str, Any], numbers: Mapping[str, tuple[int, ...]], processes: int, visible: int):
-    """Requires as many GPUs as are named; otherwise proposes lines for the GPUs there are."""
+    """Requires that all named GPUs are visible; the error proposes lines for the visible ones."""
     trained = next(iter(roles))
     per_rank = roles[trained] is None
     ids = {i for own in numbers.values() for i in own} | set(range(processes) if per_rank else ())
@@ -180,26 +179,19 @@ def _require_visible(roles: Mapping[str, Any], numbers: Mapping[str, tuple[int, 
 
 
 def _are_numbers(ids: Any) -> bool:
-    """Whether these are GPU numbers, each once: a tuple or list of integers from 0. (0) is none: it lacks a comma."""
+    """Whether `ids` is a tuple or list of distinct integers from 0; (0) is just an integer."""
     return isinstance(ids, (tuple, list)) and all(type(i) is int and i >= 0 for i in ids) and len(set(ids)) == len(ids)
 
 
 def synchronize(devices: list[torch.device]) -> None:
-    """Waits for the GPUs among `devices`, so that a clock read afterwards is true."""
+    """Waits until the GPUs among `devices` are idle, so that timing includes their work."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
 
 def peak_memory_gib(devices: list[torch.device]) -> list[float]:
-    """Peak memory allocated by tensors since the last call, per GPU.
-
-    Args:
-        devices: GPUs, or the CPU, which is left out.
-
-    Returns:
-        GiB per GPU; empty on the CPU.
-    """
+    """GiB per GPU that tensors allocated at peak since the last call; the CPU is skipped."""
     gpus = [d for d in devices if d.type == "cuda"]
     peaks = [round(torch.cuda.max_memory_allocated(gpu) / GIB, 3) for gpu in gpus]
     for gpu in gpus:
@@ -207,15 +199,15 @@ def peak_memory_gib(devices: list[torch.device]) -> list[float]:
     return peaks
 
 
-_limits: dict[int, int] = {}  # bytes that this process may take, by GPU number
+_limits: dict[int, int] = {}  # GPU number -> bytes that this process may allocate
 
 
 def limit_memory(devices: list[torch.device], gib: float) -> None:
-    """Keeps this process below a share of each GPU's memory, whatever else is free.
+    """Limits the memory that this process may allocate on each GPU; the CPU is skipped.
 
     Args:
-        devices: GPUs, or the CPU, which is left out.
-        gib: GiB of each; 0: no limit.
+        devices: GPUs or the CPU.
+        gib: GiB per GPU; 0: no limit.
     """
     for device in devices:
         if gib and device.type == "cuda":
@@ -225,10 +217,9 @@ def limit_memory(devices: list[torch.device], gib: float) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that this process can still allocate, below its limit: what is free, and what torch holds without use.
+    """Bytes that this process can still allocate on a GPU: free memory and torch's unused cache.
 
-    Args:
-        device: a GPU.
+    Never more than `limit_memory` leaves.
     """
     allocated = torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated
@@ -236,16 +227,16 @@ def free_bytes(device: torch.device) -> int:
 
 
 def host_memory(elements: int, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A block of CPU memory for copies; pinned, and thus fast, where the device is a GPU.
+    """Allocates CPU memory to copy from `device` into; pinned if that is a GPU, for fast copies.
 
     Args:
-        elements: of the block.
-        device: what it is copied from.
-        dtype: of the elements.
+        elements: length of the returned 1-D tensor.
+        device: where copies come from.
+        dtype: of the returned tensor.
     """
     block = torch.empty(elements, dtype=dtype)
     if device.type == "cuda" and elements:
-        # pin_memory=True would round up to a power of two: 2.0 GiB became 4.0
+        # pin_memory=True rounds the size up to a power of two: 2.0 GiB became 4.0
         cudart = torch.cuda.cudart()
         torch.cuda.check_error(cudart.cudaHostRegister(block.data_ptr(), block.nbytes, 0))
         weakref.finalize(block, cudart.cudaHostUnregister, block.data_ptr())

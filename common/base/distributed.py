@@ -1,4 +1,8 @@
-"""What the loop needs from a process group; every function also works, and does nothing, in a single process."""
+"""Collectives and shared errors of all ranks; every function also works in a single process.
+
+Numbers travel between GPUs through NCCL. Python objects travel between CPUs through gloo, so that
+no rank waits for its GPU.
+"""
 
 import os
 import sys
@@ -15,27 +19,26 @@ from torch.distributed.tensor import DTensor
 from common.base import wire
 from common.base.peers import Peers
 
-BUCKET_ELEMENTS = 2**26  # gradients that travel at once
-OUTAGE_EXIT_CODE = 75  # of a run that saved and gave up waiting for a service: start it again later (EX_TEMPFAIL)
+BUCKET_ELEMENTS = 2**26  # gradients per all-reduce
+OUTAGE_EXIT_CODE = 75  # a run saved and gave up waiting for a service: start it again (EX_TEMPFAIL)
 
-_peers: Peers | None = None  # of this process, once `start` has joined the others
-_phase = ""  # what this rank does, for the message when others do not come
+_peers: Peers | None = None  # set by `start`
+_phase = ""  # the phase of this rank, for the error when other ranks do not arrive
 
 
 class OutageError(RuntimeError):
-    """A service that a run needs stays away. All ranks raise it, so that they save together; nothing was skipped."""
+    """A service stays unavailable. All ranks raise this and save together; no prompt is skipped."""
 
 
 def start(device: torch.device, timeout_minutes: float) -> tuple[int, int]:
-    """Joins the other processes of a torchrun or accelerate launch; does nothing in a single process.
+    """Joins the process group of a torchrun or accelerate launch; a no-op in a single process.
 
     Args:
-        device: of this process; numbers travel between GPUs by NCCL, and what hosts decide on between CPUs by gloo, so
-            that no GPU has to be waited for.
+        device: of this process.
         timeout_minutes: how long ranks wait for one another.
 
     Returns:
-        Number of this process, and how many there are.
+        Rank and number of ranks.
 
     Raises:
         ValueError: the launcher was told to use DeepSpeed.
@@ -45,7 +48,7 @@ def start(device: torch.device, timeout_minutes: float) -> tuple[int, int]:
             "ACCELERATE_USE_DEEPSPEED is set: the scripts take their optimizer steps themselves, which ZeRO would have "
             "to do; use FSDP2, which shards the same: --fsdp true, or a configuration of scripts/accelerate/"
         )
-    # accelerate launch sets it for FSDP: transformers would load weights on rank 0 alone, for Accelerate to send on
+    # accelerate launch sets it for FSDP; transformers would then load weights on rank 0 only
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         if device.type == "cuda":
@@ -59,32 +62,26 @@ def start(device: torch.device, timeout_minutes: float) -> tuple[int, int]:
 
 
 def shards(cfg: Any) -> bool:
-    """Whether a script is to shard what it trains: its option `fsdp`, or a launcher that was told to.
+    """Whether a script shards its weights: by its option `fsdp`, or because accelerate says so.
 
-    Args:
-        cfg: a Config; one without that option does not shard.
+    A Config without the option never shards.
     """
     launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
     return hasattr(cfg, "fsdp") and (cfg.fsdp or launched)
 
 
 def rank() -> int:
-    """Number of this process, 0 in a single process; before the process group starts, what torchrun says."""
+    """Rank of this process, 0 if it is alone; before `start`, the rank from torchrun."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
 def num_ranks() -> int:
-    """Number of processes, 1 in a single process."""
+    """Number of ranks, 1 in a single process."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def print_main(*values: Any, file: TextIO | None = None) -> None:
-    """Prints on rank 0 only.
-
-    Args:
-        *values: as for print.
-        file: standard output by default.
-    """
+    """Prints on rank 0 only, by default to standard output."""
     if rank() == 0:
         print(*values, file=file, flush=True)
 
@@ -93,15 +90,15 @@ def gather_objects(value: Any) -> list[Any]:
     """`value` of every rank, in rank order; a collective.
 
     Args:
-        value: what `wire.encode` takes. Tensors come back on the CPU.
+        value: anything that `wire.encode` accepts. Tensors come back on the CPU.
 
     Raises:
-        RuntimeError: other ranks are gone, or did not come in time; it names them.
+        RuntimeError: other ranks exited or did not arrive in time; the message names them.
     """
     if num_ranks() == 1:
         return [value]
     body = torch.frombuffer(bytearray(wire.encode(value)), dtype=torch.uint8)
-    with _meeting():
+    with _naming_missing_ranks():
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(num_ranks())]
         dist.all_gather(sizes, torch.tensor([len(body)]))
         longest = int(max(sizes))
@@ -111,15 +108,15 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 @contextmanager
-def _meeting() -> Iterator[None]:
-    """Says which ranks were waited for, if the collectives in the block fail."""
+def _naming_missing_ranks() -> Iterator[None]:
+    """Surrounds collectives; if one fails, the error names the ranks that are missing."""
     if _peers is not None:
         _peers.arrive()
     try:
         yield
-    except (torch.OutOfMemoryError, torch.AcceleratorError):  # of this rank
+    except (torch.OutOfMemoryError, torch.AcceleratorError):  # a failure of this rank
         raise
-    except RuntimeError as error:  # what every backend raises
+    except RuntimeError as error:  # every backend raises this
         missing = _peers.missing() if _peers is not None else ""
         where = f" in phase {_phase!r}" if _phase else ""
         raise RuntimeError(
@@ -134,11 +131,7 @@ def sum_over_ranks(value: float) -> float:
 
 
 def own_share(values: torch.Tensor) -> torch.Tensor:
-    """Rows of this rank, of a tensor that has those of all ranks, one after the other.
-
-    Args:
-        values: [num_ranks * n, ...].
-    """
+    """Rows [n, ...] of this rank, from those of all ranks [num_ranks * n, ...] in order."""
     return values.chunk(num_ranks())[rank()]
 
 
@@ -148,21 +141,21 @@ def any_rank(flag: bool) -> bool:
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Adds up gradients over all ranks, in place; a collective.
+    """Sums gradients over all ranks, in place; a collective.
 
     Args:
-        parameters: the same on every rank, in the same order; where a rank has no gradient, it counts as 0. Gradients
-            of parameters that FSDP2 has sharded are sums already.
+        parameters: in the same order on every rank. A missing gradient counts as 0. Parameters that
+            FSDP2 shards are skipped: it has summed their gradients already.
     """
     if num_ranks() == 1:
         return
     bucket: list[torch.Tensor] = []
     size = 0
-    with _meeting():
+    with _naming_missing_ranks():
         for parameter in parameters:
             if isinstance(parameter, DTensor):
                 continue
-            if parameter.grad is None:  # such as the vision tower on a rank without images
+            if parameter.grad is None:  # e.g. the vision tower on a rank without images
                 parameter.grad = torch.zeros_like(parameter)
             if bucket and (size + parameter.numel() > BUCKET_ELEMENTS or bucket[0].dtype != parameter.dtype):
                 _sum_bucket(bucket)
@@ -174,7 +167,8 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _sum_bucket(gradients: list[torch.Tensor]) -> None:
-    if len(gradients) == 1 and gradients[0].is_contiguous():  # such as the embedding's: no copy of the largest one
+    """Sums one bucket of gradients in a single all-reduce."""
+    if len(gradients) == 1 and gradients[0].is_contiguous():  # no copy of the largest
         dist.all_reduce(gradients[0])
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients])
@@ -185,18 +179,19 @@ def _sum_bucket(gradients: list[torch.Tensor]) -> None:
 
 @contextmanager
 def share_errors(phase: str, collective: bool = False) -> Iterator[None]:
-    """All ranks leave the block, or all raise: the one that failed its own error, the others one that names it.
+    """Makes all ranks raise if one fails in the block; the other ranks' error names the failed
+    rank.
 
-    Without this, the ranks that did not fail would wait in their next collective until its timeout. The block must hold
-    no collective itself.
+    Otherwise the ranks that did not fail would wait in their next collective until it times out.
+    The block must not contain collectives, unless `collective` is set.
 
     Args:
-        phase: what the block does, for the message.
-        collective: the block does hold collectives, those of FSDP2, in which the other ranks may wait by then: an error
-            is raised as it is, the process ends, and the launcher ends the others.
+        phase: name of the block, for the message.
+        collective: the block contains collectives, those of FSDP2. Other ranks may be waiting in
+            them, so an error is not shared: it ends this process, and the launcher ends the others.
 
     Raises:
-        RuntimeError: on the ranks that did not fail; OutageError if that is what failed on the others.
+        RuntimeError: on the ranks that did not fail; OutageError if the failure was one.
     """
     global _phase
     _phase = phase
@@ -206,32 +201,31 @@ def share_errors(phase: str, collective: bool = False) -> Iterator[None]:
     error = None
     try:
         yield
-    except Exception as caught:  # held for one collective, then raised
+    except Exception as caught:  # raised below, after one collective
         error = caught
-    failures = gather_objects(
+    reports = gather_objects(
         None if error is None else (isinstance(error, OutageError), f"{type(error).__name__}: {error}")
     )
-    broken = {number: said for number, said in enumerate(failures) if said and not said[0]}
+    failures = {number: report for number, report in enumerate(reports) if report}
+    broken = {number: report for number, report in failures.items() if not report[0]}  # no outage
     if error is not None and not (broken and isinstance(error, OutageError)):
         raise error
-    for number, (is_outage, text) in (broken or {n: said for n, said in enumerate(failures) if said}).items():
-        kind = OutageError if is_outage else RuntimeError  # an outage only if all can go on to save
+    for number, (is_outage, text) in (broken or failures).items():
+        kind = OutageError if is_outage else RuntimeError  # an outage only if all can save
         raise kind(f"rank {number} failed in phase '{phase}': {text}")
 
 
 def shutdown(code: int = 0) -> None:
-    """Ends the process, if it is one of several: to be called last, when all ranks have done their work.
+    """Flushes the output and exits with `code`, on all ranks; a no-op in a single process. Call it
+    last.
 
-    Gloo's threads let go of Python objects whenever they get to it. One that does so while the interpreter shuts down
-    aborts the process; and the destructor of the group waits for a thread that may wait for Python's lock. So nothing
-    is shut down: what was printed is flushed, and the process exits.
-
-    Args:
-        code: exit code of the process.
+    The process group is not destroyed. Gloo's threads may release Python objects during interpreter
+    shutdown, which aborts the process; and the group's destructor waits for a thread that may be
+    waiting for the GIL.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
-    gather_objects(None)  # rank 0 may hold what the others meet at
+    gather_objects(None)  # rank 0 may own the store; leave together
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

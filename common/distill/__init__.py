@@ -1,4 +1,5 @@
-"""Distillation: teachers in this process or behind a server, the divergences from them, completions of theirs.
+"""Distillation: local and remote teachers, divergences from them, and their completions.
 
-May import: base, maths, tasks, model, generation, training. Start with distillation.py, then teachers.py.
+May import: base, maths, tasks, model, generation, training. Start with distillation.py, then
+teachers.py.
 """

@@ -1,4 +1,5 @@
-"""Completions from a policy: the sampler, its decode engine and caches, and the batch that goes to the update.
+"""Sampling from a policy: sampler, decode engine, caches, and the batch that goes to the update.
 
-May import: base, maths, tasks, model. Start with batches.py (what a batch is), then rollout.py and engine.py.
+May import: base, maths, tasks, model. Start with batches.py (what a batch is), then rollout.py and
+engine.py.
 """

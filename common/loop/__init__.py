@@ -1,7 +1,9 @@
-"""The nouns of a training script: policy, reference, sampler, scorer, trainer, run; and the options it inherits.
+"""The parts of a training script: policy, reference, sampler, scorer, trainer, run, and its
+options.
 
-May import: base, maths, tasks, model, generation, training, run, distill, planning. Start with gspo/gspo.py, which uses
-them all, then policy.py and trainer.py.
+May import: base, maths, tasks, model, generation, training, run, distill, planning. Start with
+gspo/gspo.py, which uses most of them, then policy.py and trainer.py. Distillation adds student.py
+and offloading.py; similarity groups add similar.py.
 """
 
 from common.loop.policy import Policy, Reference, fill_logps

@@ -1,4 +1,4 @@
-"""Student, teacher and optimizer state take turns on a GPU; who waits, waits in CPU memory."""
+"""Student, teacher and optimizer state take turns on a GPU; the idle ones wait in CPU memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,27 +15,28 @@ class Offloading:
     """Moves models with `param_offload`, and AdamW's state with `optimizer_offload = "rollout"`."""
 
     def __init__(self, cfg: Any, student: Policy, teacher: Any, sampler: Sampler, optimizer: AdamW, log: StepMetrics):
-        """Sends the teacher to CPU memory, until it is needed.
+        """Moves the teacher to CPU memory until it is needed.
 
         Args:
-            cfg: the Config of a GKD script.
-            student: leaves while the teacher computes.
-            teacher: leaves while the student does.
-            sampler: frees its cache when the student leaves.
-            optimizer: its state leaves during rollouts.
-            log: takes GiB moved and seconds.
+            cfg: Config of a GKD script.
+            student: is offloaded while the teacher computes.
+            teacher: is offloaded while the student computes.
+            sampler: frees its cache when the student is offloaded.
+            optimizer: its state is offloaded during rollouts.
+            log: receives seconds, and GiB moved.
         """
         self.moves_models = cfg.param_offload
         self.moves_optimizer = cfg.optimizer_offload == "rollout"
         self.teacher, self.optimizer, self.log = teacher, optimizer, log
-        self.release = sampler.release_for_update  # copies on GPUs of their own keep their cache: they may be at work
+        # None if only copies on GPUs of their own sample: they may be at work and keep their caches
+        self.release = sampler.release_for_update
         self.replicas = [offload.Offloader(replica) for replica in student.trained]
         if self.moves_models:
             teacher.offload()
 
     @contextmanager
     def teacher_phase(self) -> Iterator[None]:
-        """The block in which the teacher computes, and the student waits."""
+        """Surrounds the block in which the teacher computes: the student is offloaded."""
         if not self.moves_models:
             yield
             return
@@ -52,20 +53,20 @@ class Offloading:
 
     @contextmanager
     def teacher_for_evaluation(self) -> Iterator[None]:
-        """The block in which student and teacher are both needed."""
+        """Surrounds the block that needs both student and teacher on their GPUs."""
         self.teacher.onload()
         yield
         if self.moves_models:
             self.teacher.offload()
 
     def offload_optimizer(self) -> None:
-        """Before a rollout."""
+        """Offloads AdamW's state before a rollout."""
         if self.moves_optimizer:
             with self.log.time("offload"):
                 self.log.add(offloaded_gib_optimizer=self.optimizer.offload())
 
     def onload_optimizer(self) -> None:
-        """Before an update."""
+        """Brings AdamW's state back before an update."""
         if self.moves_optimizer:
             with self.log.time("offload"):
                 self.optimizer.onload()

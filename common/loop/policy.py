@@ -1,4 +1,4 @@
-"""The model that is trained, wherever it lives, and the reference that a KL term holds it to."""
+"""The trained model on all its devices, and the frozen reference of the KL term."""
 
 import copy
 import functools
@@ -19,24 +19,24 @@ from common.training import sharding
 
 
 class Policy:
-    """A causal language model on one device, in replicas on several, or sharded over ranks.
+    """A causal language model: on one device, replicated on several, or sharded over ranks.
 
     Attributes:
-        start_model: what the run began with: built-in model, hub id or folder.
+        start_model: built-in model, hub id or folder that the run started from.
         tokenizer: of the model.
-        model: the weights that the optimizer steps; sharded with `fsdp`.
-        whole: the same in one piece, to save and to sample from; `sync` updates it.
+        model: the weights that the optimizer updates; sharded with `fsdp`.
+        whole: the unsharded model, to save and to sample from; `sync` updates it.
         trained: one replica per device that trains; the first is `model`.
         copies: replicas that only sample; `refresh_copies` updates them.
         samplers: replicas that sample.
-        wrapped: one per replica in `trained`: the module that the loss calls.
+        wrapped: the module that the loss calls, one per replica in `trained`.
         home: device of `model`.
-        devices: those of `trained`.
+        devices: devices of `trained`.
         sharded: whether weights are sharded over the ranks.
-        outdated: whether an optimizer step has changed `model` since `trained` was refreshed.
+        outdated: whether `model` has changed since `trained` was refreshed.
     """
 
-    kind = "policy"
+    kind = "policy"  # for messages
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class Policy:
 
         Args:
             cfg: a `settings.RLSettings` with `policy_model`.
-            gpus: where it lives; one GPU or the CPU by default.
-            resumed: checkpoint to take the weights from.
-            train_entropy: whether the loss has an entropy term.
+            gpus: its devices; default: the first GPU, or the CPU.
+            resumed: checkpoint to load weights from.
+            train_entropy: the loss has an entropy term, so entropies need gradients.
         """
         self.load(cfg, cfg.policy_model, gpus or devices.layout(cfg.device, policy=(0,)), resumed)
         self.wrap(functools.partial(logprobs.LogProbs, temperature=cfg.temperature, compile=cfg.compile,
@@ -63,8 +63,8 @@ class Policy:
         Args:
             cfg: a `settings.Settings`.
             name: built-in model, hub id or folder.
-            gpus: where it lives.
-            resumed: checkpoint to take the weights from.
+            gpus: its devices.
+            resumed: checkpoint to load weights from.
             **usual: usual learning rates, for `models.warn_learning_rate`.
         """
         self.start_model, source = name, str(resumed or name)
@@ -77,10 +77,11 @@ class Policy:
         self.samplers, self.whole, self.outdated = [replicas[i] for i in gpus.sampling], self.model, True
 
     def wrap(self, wrapper: Callable[[nn.Module], nn.Module]) -> None:
-        """Decides what the loss calls, then shards the weights if `fsdp` is set; before there is an optimizer.
+        """Wraps each replica, then shards the weights with `fsdp`; call it before creating an
+        optimizer.
 
         Args:
-            wrapper: a replica -> the module that the loss calls.
+            wrapper: turns a replica into the module that the loss calls.
         """
         self.wrapper = wrapper
         self.wrapped = [wrapper(replica) for replica in self.trained]
@@ -90,15 +91,15 @@ class Policy:
 
     @property
     def packed(self) -> bool:
-        """Whether sequences are computed one behind the other, without padding."""
+        """Whether the forward pass packs sequences without padding."""
         return self.wrapped[0].packed
 
     def __call__(self, micro: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies of a micro-batch, by the replica that it was dealt to.
+        """Log-probabilities and entropies of a micro-batch, on the replica that it was dealt to.
 
         Args:
-            micro: m sequences. In the first minibatch, `old_logps` is filled with what this pass finds: no update has
-                come since the rollout, so the ratio is exactly 1.
+            micro: m sequences. If `old_logps` is None, as in the first minibatch, it is set to the
+                result: the weights are still those of the rollout, so the ratio is exactly 1.
 
         Returns:
             [m, C] and [m, C] fp32, nats.
@@ -110,7 +111,7 @@ class Policy:
 
     @functools.cached_property
     def unsharded(self) -> "Policy":
-        """The policy for a rank that computes alone, as in an evaluation; itself where nothing is sharded."""
+        """The policy without collectives, for an evaluation; itself if weights are not sharded."""
         if not self.sharded:
             return self
         plain = copy.copy(self)
@@ -118,17 +119,17 @@ class Policy:
         return plain
 
     def refresh_trained(self) -> None:
-        """After an optimizer step: copies the new weights to the other replicas that train."""
+        """Copies weights to the other replicas that train, if they have changed."""
         if self.outdated:
             models.refresh(self.trained)
         self.outdated = False
 
     def refresh_copies(self) -> None:
-        """Before sampling: copies the weights to the replicas that only sample."""
+        """Copies weights to the replicas that only sample; call it before sampling."""
         models.refresh([self.model, *self.copies])
 
     def sync(self) -> None:
-        """After the last optimizer step of an update: brings `trained` and `whole` up to date; a collective."""
+        """Updates `trained` and `whole` after the last optimizer step; a collective."""
         self.refresh_trained()
         sharding.gather(self.model, self.whole)
 
@@ -136,24 +137,24 @@ class Policy:
         """Writes log-probabilities into micro-batches, without gradients; see `logprobs.fill`.
 
         Args:
-            micros: micro-batches.
+            micros: to write into.
             field: "old_logps".
-            tokens: of a micro-batch, at most.
+            tokens: maximum size of a micro-batch.
         """
         logprobs.fill(micros, field, self.wrapped, self.devices, tokens)
 
 
 class Reference:
-    """The frozen starting model; with LoRA, the policy with its adapters disabled. Empty without `kl_coef`."""
+    """The frozen starting model; with LoRA, the policy without adapters; empty without kl_coef."""
 
     def __init__(self, cfg: Any, policy: Policy, gpus: devices.Layout | None = None, resumed: Path | None = None):
         """Loads the reference.
 
         Args:
             cfg: a `settings.RewardSettings` with `kl_coef`.
-            policy: what is trained.
-            gpus: where it lives; by default, where the policy does.
-            resumed: checkpoint that may hold a refreshed reference.
+            policy: the trained model.
+            gpus: its device; default: that of the policy.
+            resumed: checkpoint that may contain a refreshed reference.
         """
         self.policy, self.frozen, self.wrapped = policy, None, []
         self.refresh_every = getattr(cfg, "reference_refresh", 0)
@@ -164,38 +165,35 @@ class Reference:
             self.devices = (gpus.reference if gpus else policy.home,)
             source = checkpoint.reference(resumed, cfg) if self.refresh_every else policy.start_model
             self.frozen = models.load_frozen(source, self.devices[0], cfg.dtype)
-            # what runs in a thread beside the policy must not compile
-            self.wrapped = [policy.wrapper(self.frozen, train_entropy=False, compile=cfg.compile and not self.apart)]
+            # compilation is not safe in a thread beside the policy
+            compile = cfg.compile and not self.has_own_gpu
+            self.wrapped = [policy.wrapper(self.frozen, train_entropy=False, compile=compile)]
             if policy.sharded:
                 sharding.shard_frozen(self.wrapped[0], policy.home)
 
     @property
-    def apart(self) -> bool:
-        """Whether it has a GPU of its own, and works at the same time as the policy."""
+    def has_own_gpu(self) -> bool:
+        """Whether it has a GPU of its own, and so computes in parallel with the policy."""
         return self.frozen is not None and self.devices[0] not in self.policy.devices
 
     @property
     def to_save(self) -> nn.Module | None:
-        """What checkpoints keep of it, because it changes during the run; None if it is the starting model."""
+        """The reference if checkpoints must contain it, because it changes; None if it does not."""
         return self.frozen if self.refresh_every else None
 
     def fill_logps(self, micros: Sequence[RolloutBatch], tokens: int, images: Images | None = None) -> None:
         """Writes `ref_logps` into micro-batches; see `logprobs.fill`.
 
         Args:
-            micros: micro-batches.
-            tokens: of a micro-batch, at most.
-            images: features of its own vision tower, where that differs from the policy's by now.
+            micros: to write into.
+            tokens: maximum size of a micro-batch.
+            images: features of its own vision tower, if the policy's is trained.
         """
         if self.wrapped:
             logprobs.fill(micros, "ref_logps", self.wrapped, self.devices, tokens, images)
 
     def refresh(self, step: int) -> None:
-        """Every `reference_refresh` steps, the policy becomes the reference.
-
-        Args:
-            step: from 1.
-        """
+        """Copies the policy's weights into the reference, every `reference_refresh` steps."""
         if self.refresh_every and step % self.refresh_every == 0:
             models.refresh([self.policy.model, self.frozen])
 
@@ -207,18 +205,18 @@ def fill_logps(
     tokens: int,
     images: Images | None = None,
 ) -> None:
-    """Fills `ref_logps`, and `old_logps` of all minibatches but the first, which finds its own in the update.
+    """Fills `ref_logps`, and `old_logps` of all minibatches but the first; its update fills them.
 
     Args:
         minibatches: micro-batches by minibatch.
-        policy: gives `old_logps`.
-        reference: gives `ref_logps`; at the same time if it has a GPU of its own.
-        tokens: of a micro-batch, at most.
-        images: for the reference, as in `Reference.fill_logps`.
+        policy: computes `old_logps`.
+        reference: computes `ref_logps`, in parallel if it has a GPU of its own.
+        tokens: maximum size of a micro-batch.
+        images: as in `Reference.fill_logps`.
     """
     micros = list(chain(*minibatches))
     work = reference.fill_logps, micros, tokens, images
-    ahead = background.start(*work) if reference.apart else None
+    ahead = background.start(*work) if reference.has_own_gpu else None
     policy.fill_logps(chain(*minibatches[1:]), "old_logps", tokens)
     if ahead:
         ahead.result()

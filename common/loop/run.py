@@ -1,4 +1,4 @@
-"""What surrounds the loop of a training script: start, log, checkpoints, Ctrl-C and outages."""
+"""Everything around the loop of a training script: start, log, checkpoints, Ctrl-C and outages."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,25 +23,27 @@ class Run:
     """One training run.
 
     Attributes:
-        checkpoint: where it goes on from; None for a new run.
-        plan: expected memory.
-        log: takes the metrics; there after `resume`.
-        done: steps done.
-        batch: completions of the present step that have no rewards yet. If the reward service stays away, they are
-            saved, and scored first when the run is resumed.
+        checkpoint: to resume from; None for a new run.
+        plan: predicted memory.
+        log: receives metrics; set by `resume`.
+        start: steps done when the run was resumed; set by `resume`.
+        done: steps done so far.
+        batch: completions of the current step that have no rewards yet. In an outage of the reward
+            service they are saved; a resumed run scores them first.
     """
 
     def __init__(self, cfg: Any, gpus: devices.Layout, guards: Mapping[str, tuple], timeout_minutes: float = 60):
-        """Joins the other ranks, finds the checkpoint to go on from, and sets seeds.
+        """Joins the process group, finds the checkpoint to resume from, and sets seeds.
 
         Args:
             cfg: a `settings.Settings`.
-            gpus: where its roles are.
+            gpus: devices of all roles.
             guards: healthy ranges of metrics, see common/run/guards.py.
             timeout_minutes: how long ranks wait for one another.
 
         Raises:
-            ValueError: settings that do not suit the number of ranks, or no such checkpoint.
+            ValueError: an option does not fit the number of ranks, or the checkpoint does not
+                exist.
         """
         self.cfg, self.gpus, self.limits = cfg, gpus, guards
         rank, self.num_ranks = distributed.start(gpus.home, timeout_minutes)
@@ -53,10 +55,11 @@ class Run:
         set_seed(cfg.seed + rank)
 
     def require_memory(self, **known: Any) -> None:
-        """Prints expected memory and refuses a run that cannot fit, before a model is loaded.
+        """Prints predicted memory and refuses a run that cannot fit; call it before loading a
+        model.
 
         Args:
-            **known: what is known of model and data, see `plan.require_fit`.
+            **known: facts about model and data, see `plan.require_fit`.
         """
         self.plan = plan.require_fit(self.cfg, self.gpus, ranks=self.num_ranks, **known)
 
@@ -69,18 +72,19 @@ class Run:
         notes: Mapping[str, Any] | None = None,
         tokenizer: Any = None,
     ) -> PromptStream:
-        """Restores optimizer, random numbers, data position and log from the checkpoint, if there is one.
+        """Restores optimizer, random state, data position and log from the checkpoint, if there is
+        one.
 
         Args:
-            policy: what is trained; its replicas are brought up to date.
-            optimizer: of its weights.
+            policy: the trained model; its replicas are updated.
+            optimizer: of the policy.
             examples: rows to train on.
-            frozen: reference to save with every checkpoint, because it changes.
-            notes: what else every checkpoint keeps, JSON values; read when one is saved.
-            tokenizer: what is saved with the policy; its tokenizer by default.
+            frozen: a reference that changes, so that every checkpoint must contain it.
+            notes: further JSON values for every checkpoint; read at the time of saving.
+            tokenizer: saved with the policy; default: the policy's tokenizer.
 
         Returns:
-            The prompts, from where they were.
+            The prompts, from the restored position on.
         """
         cfg = self.cfg
         self.policy, self.optimizer, self.frozen, self.notes = policy, optimizer, frozen, notes or {}
@@ -104,10 +108,11 @@ class Run:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Surrounds the loop, and closes the run at its end.
+        """Surrounds the training loop, and closes the run after it.
 
-        The first Ctrl-C or SIGTERM lets the step finish, then saves; a second one stops at once. If a service stays
-        away, the steps done are saved with the completions that wait for rewards, and the process exits with code 75.
+        The first Ctrl-C or SIGTERM lets the step finish, then saves; a second one stops at once. In
+        an outage of a service, the steps done and the completions without rewards are saved, and
+        the process exits with code 75.
         """
         cfg = self.cfg
         with (
@@ -118,31 +123,32 @@ class Run:
             yield
         self.log.close()
         distributed.print_main(f"{self.policy.kind} saved in {checkpoint.newest(cfg.out_dir)}")
-        self.watch.leave()
+        self.watch.exit_if_collapsed()
         distributed.shutdown()
 
     def steps(self) -> Iterator[int]:
-        """Numbers of the steps to take."""
+        """Yields the numbers of the remaining steps."""
         for step in range(self.start + 1, self.cfg.steps + 1):
             yield step
             self._end_profiled_step()
 
     @contextmanager
     def phase(self, name: str, collective: bool = False) -> Iterator[None]:
-        """Times a phase of a step, and ends it on all ranks if it fails on one; see `distributed.share_errors`.
+        """Times the block and makes all ranks raise if it fails on one; see
+        `distributed.share_errors`.
 
         Args:
             name: of the phase; its metric is `seconds_<name>`.
-            collective: whether the block communicates with other ranks.
+            collective: whether the block contains collectives.
         """
         with self.log.time(name), distributed.share_errors(name, collective):
             yield
 
     def take_pending(self, images: Images | None = None) -> RolloutBatch | None:
-        """Completions that an earlier run could not get scored, once; None if there are none.
+        """Returns completions that an earlier run could not score, once; None if there are none.
 
         Args:
-            images: of the prompts; they are not saved with completions.
+            images: features of their prompts, which checkpoints do not contain.
         """
         batch, self.pending = self.pending, None
         if batch is not None and images is not None:
@@ -150,30 +156,30 @@ class Run:
         return batch
 
     def end_step(self, step: int, position: int) -> None:
-        """Counts a step as done and writes its metrics; a collective.
+        """Marks a step as done, writes its metrics and checks the guards; a collective.
 
         Args:
             step: from 1.
-            position: prompts taken from the data so far.
+            position: number of prompts taken from the data so far.
         """
         self.done, self.position, self.batch = step, position, None
-        self.collapsed = self.watch.see(self.log.end_step(step, learning_rate=self.optimizer.learning_rate))
+        self.collapsed = self.watch.check(self.log.end_step(step, learning_rate=self.optimizer.learning_rate))
 
     def sample_due(self, step: int) -> bool:
-        """Whether completions of this step go to samples.jsonl."""
+        """Whether samples.jsonl gets completions of this step."""
         return self.cfg.sample_every > 0 and step % self.cfg.sample_every == 0
 
     def eval_due(self, step: int) -> bool:
-        """Whether to evaluate after this step; after the step that the run starts from: before its first one."""
+        """Whether to evaluate after this step; `step == start` means before the first step."""
         cfg = self.cfg
         if step == self.start:
             return self.log.evaluation_due(cfg)
         return bool(cfg.eval_data and cfg.eval_every) and (step % cfg.eval_every == 0 or step == cfg.steps)
 
-    def stop_asked(self) -> bool:
-        """Whether a signal came on any rank, or a guard ends the run; a collective.
+    def stop_requested(self) -> bool:
+        """Whether any rank received a signal, or a guard stops the run; a collective.
 
-        Read once a step: a signal may come while the checkpoint is written.
+        Call it once per step: a later call may differ, if a signal arrives while the run saves.
         """
         return distributed.any_rank(bool(self._signals)) or self.collapsed
 
@@ -185,7 +191,7 @@ class Run:
         """Saves a checkpoint of the steps done; a collective.
 
         Args:
-            batch: completions of the next step that wait for rewards.
+            batch: completions of the next step that have no rewards yet.
         """
         notes = {"data": self.prompts.fingerprint, **self.notes}
         with self.log.time_save(self.done):
@@ -196,25 +202,25 @@ class Run:
 def load_data(
     cfg: Any, tokenizer: PreTrainedTokenizerBase, train_answers: bool = True, eval_answers: bool = True
 ) -> tuple[list[Example], list[Example]]:
-    """Reads training data, all rows, and evaluation data, this rank's share.
+    """Reads all training rows, and this rank's share of the evaluation rows.
 
     Args:
-        cfg: a `settings.Settings`.
+        cfg: a `settings.PromptSettings`.
         tokenizer: of the policy.
-        train_answers: whether a training row without an answer is an error.
-        eval_answers: whether an evaluation row without an answer is an error.
+        train_answers: a training row without an answer is an error.
+        eval_answers: an evaluation row without an answer is an error.
     """
-    reading = dict(max_prompt_tokens=cfg.max_prompt_tokens, apply_chat_template=cfg.apply_chat_template,
+    options = dict(max_prompt_tokens=cfg.max_prompt_tokens, apply_chat_template=cfg.apply_chat_template,
                    system_prompt=cfg.system_prompt)  # fmt: skip
-    train = data.load_examples(cfg.train_data, tokenizer, need_answer=train_answers, **reading)
+    train = data.load_examples(cfg.train_data, tokenizer, need_answer=train_answers, **options)
     held_out = []
     if cfg.eval_data and cfg.eval_every:
-        held_out = data.load_examples(cfg.eval_data, tokenizer, split="test", need_answer=eval_answers, **reading)
+        held_out = data.load_examples(cfg.eval_data, tokenizer, split="test", need_answer=eval_answers, **options)
     return train, held_out[: cfg.eval_examples][distributed.rank() :: distributed.num_ranks()]
 
 
 def _require_shares(cfg: Any, num_ranks: int, timeout_minutes: float) -> None:
-    """Requires settings that can be divided among the ranks."""
+    """Requires a batch that can be divided among the ranks, and patience within their timeout."""
     if num_ranks == 1:
         return
     require(cfg.batch_size % num_ranks == 0, f"batch_size = {cfg.batch_size}", f"must be a multiple of the {num_ranks} "

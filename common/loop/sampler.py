@@ -1,4 +1,4 @@
-"""Completions from a policy, for training and for evaluation."""
+"""Samples completions from a policy, for training and for evaluation."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -21,16 +21,10 @@ from common.tasks.rewards import Scored
 
 
 class Sampler(rollout.Sampler):
-    """`rollout.Sampler` with the options of a configuration and the newest weights of a policy."""
+    """A `rollout.Sampler` that takes its options from a Config and its weights from a policy."""
 
     def __init__(self, cfg: Any, policy: Policy, suppressed_ids: Sequence[int] = ()):
-        """Chooses how every replica decodes.
-
-        Args:
-            cfg: a `settings.Settings`.
-            policy: what is sampled from.
-            suppressed_ids: tokens that are never sampled.
-        """
+        """Chooses how each replica decodes; tokens in `suppressed_ids` are never sampled."""
         super().__init__(
             policy.samplers, end_ids=sources.end_token_ids(policy.tokenizer, policy.model),
             pad_id=policy.tokenizer.pad_token_id, max_new_tokens=cfg.max_new_tokens, min_new_tokens=cfg.min_new_tokens,
@@ -41,7 +35,7 @@ class Sampler(rollout.Sampler):
 
     @property
     def release_for_update(self) -> Callable[[], None] | None:
-        """Frees caches when an update is short of memory; None if all replicas that sample have GPUs of their own."""
+        """Frees caches if an update runs out of memory; None if training GPUs hold no caches."""
         copies = set(map(id, self.policy.copies))
         return None if all(id(replica) in copies for replica in self.replicas) else self.release
 
@@ -57,27 +51,24 @@ class Sampler(rollout.Sampler):
         Args:
             examples_P: prompts of this rank.
             step: from 1; the same seed and step give the same completions.
-            numbers: places of the prompts in the batch of all ranks; by default those of this rank.
+            numbers: positions of the prompts in the batch of all ranks; default: those of this
+                rank.
             images: of the prompts.
 
         Returns:
-            P * group_size sequences on the policy's device.
+            P * group_size sequences on `policy.home`.
         """
         self.policy.refresh_copies()
         batch = self._generate(examples_P, step, numbers, images)
         return batch if batch.device == self.policy.home else batch.to(self.policy.home)
 
     def rollout_ahead(self, examples_P: Sequence[Example], step: int) -> Future:
-        """Starts `rollout` in a thread, with the weights as they are now.
-
-        Args:
-            examples_P: as in `rollout`.
-            step: as in `rollout`.
-        """
-        self.policy.refresh_copies()  # not in the thread: the next optimizer step must not come in between
+        """Starts `rollout` in a thread, with the current weights."""
+        self.policy.refresh_copies()  # not in the thread: the next optimizer step could come first
         return background.start(self._generate, examples_P, step)
 
     def _generate(self, examples_P, step, numbers=None, images=None) -> RolloutBatch:
+        """As `rollout`, with the weights that the copies have."""
         cfg = self.cfg
         if numbers is None:
             numbers = range(distributed.rank(), cfg.batch_size, distributed.num_ranks())
@@ -97,8 +88,8 @@ class Sampler(rollout.Sampler):
 
         Args:
             examples: prompts.
-            temperature: 0 takes the most likely token.
-            numbers: names of the random streams of the prompts.
+            temperature: 0: greedy.
+            numbers: seeds of the prompts' random streams; default: 0..P-1.
             images: of the prompts.
         """
         self.policy.refresh_copies()
@@ -107,11 +98,11 @@ class Sampler(rollout.Sampler):
 
 
 def evaluate(cfg: Any, sampler: Sampler, scorer: Scorer, examples: Sequence[Example]) -> float:
-    """Mean reward of greedy completions, over the examples of all ranks; a collective.
+    """Mean reward of greedy completions over the examples of all ranks; a collective.
 
     Args:
         cfg: a `settings.Settings`.
-        sampler: gives the completions.
+        sampler: samples completions.
         scorer: scores them.
         examples: of this rank.
     """
@@ -126,20 +117,21 @@ def resample(
     cfg: Any, step: int, examples_P: list[Example], batch: RolloutBatch, scoring: Future, prompts: PromptStream,
     sampler: Sampler, scorer: Scorer, log: Log,
 ) -> RolloutBatch:  # fmt: skip
-    """Dynamic sampling: replaces groups with equal rewards, which teach nothing, by new prompts; a collective.
+    """Dynamic sampling: replaces groups with equal rewards by new prompts; a collective.
 
-    After `dynamic_sampling` rounds, a group that still has equal rewards stays.
+    Equal rewards give no gradient. A group that still has equal rewards after `dynamic_sampling`
+    rounds stays.
 
     Args:
         cfg: a `settings.RLSettings`.
         step: from 1.
         examples_P: prompts of this rank; changed in place.
         batch: their completions.
-        scoring: gives their `Scored`, which is changed in place.
-        prompts: where new prompts come from.
+        scoring: future of their `Scored`, which is changed in place.
+        prompts: source of new prompts.
         sampler: samples their completions.
         scorer: scores them.
-        log: takes the share of prompts that were replaced.
+        log: receives the share of replaced prompts.
 
     Returns:
         The new batch.

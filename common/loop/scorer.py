@@ -1,4 +1,4 @@
-"""Rewards of completions, and the advantages that follow from them."""
+"""Scores completions, and assigns advantages to them."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ from common.tasks.rewards import Scored
 
 
 class Scorer:
-    """Scores completions by functions of the script, a reward model or a reward service."""
+    """Scores completions with reward functions, a reward model or a reward service."""
 
     def __init__(
         self,
@@ -29,14 +29,14 @@ class Scorer:
         gpus: devices.Layout | None = None,
         resumed: Path | None = None,
     ):
-        """Loads the reward model, or finds the service, that the configuration names.
+        """Loads the reward model or connects to the service that the configuration names.
 
         Args:
             cfg: a `settings.RLSettings`.
             tokenizer: of the policy.
-            functions: reward functions and their weights.
-            gpus: where a reward model lives; one GPU or the CPU by default.
-            resumed: checkpoint; the run goes on with the service that it began with.
+            functions: pairs of reward function and weight.
+            gpus: device of the reward model; default: the first GPU, or the CPU.
+            resumed: checkpoint; the service must be the one that it was saved with.
         """
         self.cfg, self.tokenizer, self.functions, self.model, self.service = cfg, tokenizer, functions, None, None
         if cfg.reward_model:
@@ -47,7 +47,7 @@ class Scorer:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What a checkpoint keeps, to refuse another service when the run is resumed."""
+        """What a checkpoint records, so that a resumed run can refuse another service."""
         return {"reward_service": self.service.fingerprint if self.service else None}
 
     def score(self, examples_P: Sequence[Example], batch: RolloutBatch) -> Scored:
@@ -55,10 +55,11 @@ class Scorer:
 
         Args:
             examples_P: prompts.
-            batch: completions, an equal number for each prompt.
+            batch: B completions, equally many per prompt.
 
         Returns:
-            Their texts, rewards [B], and rewards by function, reward model or part of a service.
+            Their texts, rewards [B], and rewards [B] by function, reward model or part of a
+            service.
         """
         group_size = len(batch) // len(examples_P)
         completions_B, answers_B, columns = collate(examples_P, batch, self.tokenizer)
@@ -72,11 +73,14 @@ class Scorer:
 
 
 def find_service(cfg: Any, resumed: Path | None) -> RewardService:
-    """The reward service that a configuration names; a collective. Waits for it, then saves nothing and exits with 75.
+    """Connects to the reward service that a configuration names; a collective.
+
+    Exits with code 75 if the service stays unavailable for `reward_patience` seconds.
 
     Args:
         cfg: a `settings.RewardSettings`.
-        resumed: checkpoint; unless `allow_reward_change` is set, the service must be the one it was saved with.
+        resumed: checkpoint; the service must be the one that it was saved with, unless
+            `allow_reward_change` is set.
     """
     fingerprint = None if cfg.allow_reward_change else checkpoint.notes(resumed).get("reward_service")
     with interrupts.save_on_outage(), distributed.share_errors("find the reward service"):
@@ -84,27 +88,17 @@ def find_service(cfg: Any, resumed: Path | None) -> RewardService:
 
 
 def collate(examples_P: Sequence[Example], batch: RolloutBatch, tokenizer: Any) -> tuple[list[str], list, dict]:
-    """What reward functions are given: completions as text, answers and columns, one entry per completion.
-
-    Args:
-        examples_P: prompts.
-        batch: completions, an equal number for each prompt.
-        tokenizer: of the policy.
-    """
+    """Arguments of reward functions, one entry per completion: texts, answers and columns."""
     answers_B, columns = data.collate_columns(examples_P, len(batch) // len(examples_P))
     columns["completion_tokens"] = batch.lengths.tolist()
     return batch.texts(tokenizer), answers_B, columns
 
 
 def add_overlong_penalty(cfg: Any, scored: Scored, batch: RolloutBatch) -> None:
-    """Adds DAPO's penalty for completions near the limit to rewards, in place.
+    """Adds DAPO's penalty for completions near the length limit to `scored`, in place.
 
-    Called after dynamic sampling, which looks at the reward of the task alone.
-
-    Args:
-        cfg: a `settings.RLSettings`; nothing happens without `overlong_cache`.
-        scored: of the batch.
-        batch: completions.
+    A no-op without `overlong_cache`. Call it after dynamic sampling, which compares the rewards of
+    the task alone.
 
     Source: arXiv 2503.14476, Eq. 13.
     """
@@ -114,14 +108,15 @@ def add_overlong_penalty(cfg: Any, scored: Scored, batch: RolloutBatch) -> None:
 
 
 def group_advantages(rewards_PG: torch.Tensor, scale: str) -> torch.Tensor:
-    """`advantages.group_advantages` of this rank's groups; the scale "batch" is that of all ranks; a collective.
+    """`advantages.group_advantages` of this rank's groups; "batch" scales over all ranks; a
+    collective.
 
     Args:
-        rewards_PG: [P, G] fp32, NaN where a completion could not be scored.
+        rewards_PG: [P, G] fp32, NaN for unscored completions.
         scale: "group", "batch" or "none".
     """
-    everyones = torch.cat(distributed.gather_objects(rewards_PG))
-    return distributed.own_share(advantages.group_advantages(everyones, scale))
+    rewards_AG = torch.cat(distributed.gather_objects(rewards_PG))  # of the A prompts of all ranks
+    return distributed.own_share(advantages.group_advantages(rewards_AG, scale))
 
 
 def assign_advantages(
@@ -131,17 +126,18 @@ def assign_advantages(
     batch: RolloutBatch,
     minibatches: Sequence[Sequence[RolloutBatch]],
 ) -> None:
-    """Writes advantages into micro-batches, and takes rows out of the loss that were not scored, or are truncated.
+    """Writes advantages into micro-batches, and masks unscored rows; truncated rows as `truncated`
+    says.
 
     Args:
-        cfg: a `settings.Settings`; truncated completions leave the loss with `truncated = "mask"`.
+        cfg: a `settings.Settings`.
         advantages_PG: [P, G] fp32.
-        scored: of the batch.
-        batch: completions.
+        scored: rewards of the batch.
+        batch: P * G completions.
         minibatches: micro-batches by minibatch, cut from the batch.
     """
     advantages_B = advantages_PG.flatten()
-    left_out_B = scored.rewards.isnan() | (batch.truncated.cpu() & (cfg.truncated == "mask"))
+    dropped_B = scored.rewards.isnan() | (batch.truncated.cpu() & (cfg.truncated == "mask"))
     for micro in (micro for minibatch in minibatches for micro in minibatch):
         micro.advantages = advantages_B[micro.rows].to(micro.device)
-        micro.drop(left_out_B[micro.rows])
+        micro.drop(dropped_B[micro.rows])

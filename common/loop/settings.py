@@ -1,4 +1,7 @@
-"""Options that training scripts inherit: machine, run, rewards. A script changes a default by naming it again."""
+"""Options that training scripts inherit: machine, run, rewards.
+
+A script changes a default by redefining the field. The comment of a field is its --help text.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,39 +11,39 @@ from typing import Literal
 class Settings:
     """Machine and run: data, sampling, memory, checkpoints, logging."""
 
-    max_prompt_tokens: int = 512  # longer prompts are dropped, with a count
+    max_prompt_tokens: int = 512  # longer prompts are dropped and counted
 
-    min_new_tokens: int = 0  # no end token before
-    truncated: Literal["keep", "mask"] = "keep"  # completions cut off: "mask" leaves them out of the loss
-    top_p: float = 1.0  # sample from the likeliest tokens with this probability; below 1 ratios are biased
-    top_k: int = 0  # sample from this many of the likeliest tokens; 0: all; ratios are biased
-    min_p: float = 0.0  # leave out tokens this many times less likely than the likeliest; ratios are biased
-    rollout_batch: int = 0  # completions sampled at once per GPU, but one group at least; 0: as many as memory holds
+    min_new_tokens: int = 0  # no end token before this many tokens
+    truncated: Literal["keep", "mask"] = "keep"  # completions cut off by max_new_tokens: "mask" excludes them
+    top_p: float = 1.0  # nucleus sampling: keep the likeliest tokens up to this probability; below 1 biases ratios
+    top_k: int = 0  # sample from this many of the likeliest tokens; 0: all; otherwise biases ratios
+    min_p: float = 0.0  # drop tokens below this fraction of the top token's probability; above 0 biases ratios
+    rollout_batch: int = 0  # completions sampled at once per GPU, at least one group; 0: as many as memory holds
 
-    micro_batch_tokens: int = 8192  # prompt and completion tokens in one forward per GPU; for memory and speed only
+    micro_batch_tokens: int = 8192  # prompt and completion tokens per forward and GPU; affects memory and speed only
     warmup_steps: int = 5  # steps of linear warm-up, then constant
     weight_decay: float = 0.0  # decoupled
-    max_grad_norm: float = 1.0  # the gradient is scaled down to this norm; inf: never
+    max_grad_norm: float = 1.0  # gradient clipping; inf: none
 
     device: Literal["auto", "cuda", "cpu"] = "auto"  # "auto": the GPUs at the top of the script, if there are any
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # 16 bits keep fp32 masters; "auto": bf16, fp32 on a CPU
-    lora_rank: int = 0  # train adapters of this rank and leave the weights alone (LoRA); 0: train all weights
-    lora_alpha: float = 32.0  # what adapters add is multiplied by lora_alpha / lora_rank
-    lora_targets: str = "all-linear"  # layers that get one: "all-linear" (all but the head), or names, "q_proj,v_proj"
-    load_bits: int = 0  # with LoRA: hold the weights in 8 or 4 bits (bitsandbytes); 0: as dtype says
+    lora_rank: int = 0  # rank of LoRA adapters, which are trained instead of the weights; 0: train all weights
+    lora_alpha: float = 32.0  # adapters are scaled by lora_alpha / lora_rank
+    lora_targets: str = "all-linear"  # layers with adapters: "all-linear" (all but the head), or names: "q_proj,v_proj"
+    load_bits: int = 0  # with LoRA: quantize the frozen weights to 8 or 4 bits (bitsandbytes); 0: as dtype says
     gradient_checkpointing: bool = False  # recompute activations: less memory, a third more time in the update
     optimizer_offload: Literal["none", "rollout", "always"] = "none"  # when AdamW's state is in CPU memory
     fsdp: bool = False  # torchrun: shard weights, gradients and AdamW's state over the ranks (FSDP2)
-    memory_limit: float = 0.0  # GiB of each GPU that this run may take; 0: all that is free
-    force: bool = False  # start although the plan says that memory will not suffice
-    compile: bool = True  # torch.compile on GPUs: faster steps, some seconds in the first
+    memory_limit: float = 0.0  # GiB that this run may take on each GPU; 0: all free memory
+    force: bool = False  # start even if the plan predicts that memory will not suffice
+    compile: bool = True  # torch.compile on GPUs: faster steps, a slower first one
 
     resume: str = "auto"  # "auto": newest complete checkpoint in out_dir; "none": start anew; or a checkpoint folder
     keep_checkpoints: int = 2  # older ones are deleted
     sample_every: int = 10  # steps between entries in samples.jsonl; 0: never
-    print_samples: bool = False  # show them on the console too
-    on_collapse: Literal["warn", "stop", "off"] = "warn"  # a metric leaves GUARDS: "stop" saves and ends the run
-    collapse_steps: int = 10  # steps in a row that it has to be outside
+    print_samples: bool = False  # print these entries, too
+    on_collapse: Literal["warn", "stop", "off"] = "warn"  # if a metric leaves its GUARDS; "stop" saves and ends the run
+    collapse_steps: int = 10  # steps in a row that a metric has to be outside its range
     profile: int = 0  # steps to trace with the torch profiler, from the third on, into out_dir/profile/
 
 
@@ -48,25 +51,25 @@ class Settings:
 class PromptSettings(Settings):
     """Prompts given as text."""
 
-    apply_chat_template: bool = True  # a prompt given as text becomes one user message, if the tokenizer has a template
-    system_prompt: str = ""  # put before prompts given as text
+    apply_chat_template: bool = True  # a text prompt becomes one user message, if the tokenizer has a template
+    system_prompt: str = ""  # placed before text prompts
 
 
 @dataclass(frozen=True)
 class RewardSettings(Settings):
     """Reward service."""
 
-    reward_url: str = ""  # a service in place of REWARDS, "http://127.0.0.1:8899": common/tasks/reward_client.py
-    reward_patience: float = 900.0  # seconds to wait while it is away; then the run saves and exits with code 75
-    allow_reward_change: bool = False  # resume although the service scores in another way than it did
+    reward_url: str = ""  # a service instead of REWARDS, "http://127.0.0.1:8899": common/tasks/reward_client.py
+    reward_patience: float = 900.0  # seconds to wait for an unavailable service; then the run saves, exit code 75
+    allow_reward_change: bool = False  # resume even if the service scores differently than before
 
 
 @dataclass(frozen=True)
 class RLSettings(RewardSettings, PromptSettings):
-    """Reward model, and what happens to completions before the loss."""
+    """Reward model, length penalty, dynamic sampling and reference."""
 
-    reward_model: str = ""  # sequence classifier with one output, hub id or folder; its score joins REWARDS
+    reward_model: str = ""  # sequence classifier with one output, hub id or folder; its score is added to REWARDS
     reward_model_weight: float = 1.0  # weight of its score in the sum
-    overlong_cache: int = 0  # tokens before max_new_tokens over which a penalty grows to -1 (DAPO, Eq. 13); 0: none
-    dynamic_sampling: int = 0  # rounds in which new prompts replace groups with equal rewards; 0: none
-    reference_refresh: int = 0  # every so many steps the policy becomes the reference; 0: never
+    overlong_cache: int = 0  # last tokens before max_new_tokens, where a penalty grows to -1 (DAPO, Eq. 13); 0: none
+    dynamic_sampling: int = 0  # rounds in which new prompts replace groups with equal rewards (DAPO); 0: none
+    reference_refresh: int = 0  # steps between copies of the policy into the reference; 0: never

@@ -1,4 +1,4 @@
-"""Which responses to a prompt are alike: embeddings of a rollout, clustered over all ranks."""
+"""Similarity groups: embeds the responses of a rollout and clusters those to the same prompt."""
 
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -15,10 +15,7 @@ from common.tasks.embedder import Embedder, fetch
 
 
 def check(cfg: Any) -> None:
-    """Requires what must hold for the options of similarity groups.
-
-    Args:
-        cfg: the Config of grpo/similarity_grpo.py.
+    """Checks the options of similarity groups, in the Config of grpo/similarity_grpo.py.
 
     Raises:
         ValueError: a rule is broken.
@@ -26,24 +23,25 @@ def check(cfg: Any) -> None:
     at_least(cfg, 1, "similarity_max_tokens", "similarity_batch")
     require(cfg.similarity_method != "within" or cfg.scale == "group", f"advantage_scale = {cfg.scale!r}",
             "'within' divides by the std of the cluster", "leave it at 'auto', and loss not 'dr_grpo'")  # fmt: skip
-    similarity.Threshold(cfg.similarity_threshold)  # has rules of its own
+    similarity.Threshold(cfg.similarity_threshold)  # checks its argument
 
 
 class SimilarityGroups:
-    """Embeds responses while log-probabilities are computed, and clusters them by cosine similarity.
+    """Embeds responses while log-probabilities are computed, and clusters them by cosine
+    similarity.
 
     Attributes:
-        embed: the embedding model, loaded when it is first used.
-        threshold: the cosine from which responses are alike.
+        embed: the embedding model, loaded on first use.
+        threshold: minimum cosine of similar responses.
     """
 
     def __init__(self, cfg: Any, gpus: devices.Layout, resumed: Path | None = None):
-        """Finds the embedding model, so that one that is missing is an error now and not after the first rollout.
+        """Finds the embedding model now, so that a missing one fails before the first rollout.
 
         Args:
-            cfg: the Config of grpo/similarity_grpo.py.
-            gpus: where its roles are.
-            resumed: checkpoint; an automatic threshold goes on from it.
+            cfg: Config of grpo/similarity_grpo.py.
+            gpus: devices of all roles.
+            resumed: checkpoint with the state of an automatic threshold.
         """
         self.cfg = cfg
         with distributed.share_errors("similarity model"):
@@ -54,38 +52,38 @@ class SimilarityGroups:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """What a checkpoint records: the state of an automatic threshold."""
         return {"cosine_quantiles": self.threshold.quantiles}
 
     def start(self, scoring: Future) -> Future:
-        """Starts to embed responses as soon as they are scored; a collective.
+        """Starts a thread that embeds responses as soon as they are scored; a collective.
 
         Args:
-            scoring: gives the `Scored` of P * G responses.
+            scoring: future of the `Scored` of P * G responses.
 
         Returns:
-            Gives embeddings [P, G, D] fp32.
+            Future of embeddings [P, G, D] fp32.
         """
         with distributed.share_errors("similarity model"):
-            self.embed.load()  # not in the thread: loading changes torch's default dtype for all of them
+            self.embed.load()  # not in the thread: it changes torch's default dtype in all threads
         embedding = background.start(embed_responses, scoring, self.embed, self.cfg)
-        if self.cfg.similarity_offload:  # where memory is short, it has the GPU to itself
+        if self.cfg.similarity_offload:  # memory is short: do not compute anything else meanwhile
             wait([embedding])
         return embedding
 
     def cluster(
         self, rewards_PG: torch.Tensor, embedding: Future, log: Log
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Clusters the responses to the prompts of all ranks; a collective.
+        """Clusters the responses of all ranks; a collective.
 
         Args:
             rewards_PG: [P, G] fp32 of this rank.
             embedding: from `start`.
-            log: takes seconds, and metrics of the clusters.
+            log: receives seconds, and metrics of the clusters.
 
         Returns:
-            Of the A prompts of all ranks: rewards [A, G]; labels [A, G], -1 for responses in no cluster; and cosines
-            [A, G, G].
+            For the A prompts of all ranks: rewards [A, G]; labels [A, G], -1 for responses in no
+            cluster; and cosines [A, G, G].
         """
         with log.time("similarity"):
             with distributed.share_errors("similarity"):
@@ -96,12 +94,12 @@ class SimilarityGroups:
 
 
 def embed_responses(scoring: Future, embed: Any, cfg: Any) -> torch.Tensor:
-    """Embeddings [P, G, D] of responses, or of the final answers found in them.
+    """Embeddings [P, G, D] of responses, or of their final answers.
 
     Args:
-        scoring: gives the `Scored` of P * G responses.
+        scoring: future of the `Scored` of P * G responses.
         embed: an `Embedder`.
-        cfg: the Config of grpo/similarity_grpo.py.
+        cfg: Config of grpo/similarity_grpo.py.
     """
     texts_B = scoring.result().completions
     if cfg.similarity_text == "answer":
@@ -112,16 +110,16 @@ def embed_responses(scoring: Future, embed: Any, cfg: Any) -> torch.Tensor:
 def cluster(
     cfg: Any, rewards_PG: torch.Tensor, embeddings_PGD: torch.Tensor, threshold: similarity.Threshold
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Clusters of this rank's responses, gathered over all ranks; a collective.
+    """Clusters this rank's responses and gathers the clusters of all ranks; a collective.
 
-    With the method "within" all responses are clustered, by their silhouette; otherwise those with a positive reward,
-    by complete linkage at the threshold.
+    The method "within" clusters all responses, by silhouette. The other methods cluster responses
+    with a positive reward, by complete linkage at the threshold.
 
     Args:
-        cfg: the Config of grpo/similarity_grpo.py.
+        cfg: Config of grpo/similarity_grpo.py.
         rewards_PG: [P, G] fp32.
         embeddings_PGD: [P, G, D] fp32.
-        threshold: set by the cosines of all ranks, if it is automatic.
+        threshold: an automatic one is set from the cosines of all ranks.
 
     Returns:
         As `SimilarityGroups.cluster`.

@@ -1,4 +1,4 @@
-"""Distillation: a student, its teacher, on- and off-policy completions, and their evaluation."""
+"""Distillation: the student, its teacher, on- and off-policy completions, and evaluation."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ from common.tasks.rewards import Scored
 
 
 class Student(Policy):
-    """A policy that learns from a teacher; `learn_from` decides what its forward pass computes."""
+    """A policy that learns from a teacher; `learn_from` chooses what its forward pass computes."""
 
     kind = "student"
 
@@ -33,8 +33,8 @@ class Student(Policy):
 
         Args:
             cfg: a `settings.Settings` with `student_model`.
-            gpus: where it lives; one GPU or the CPU by default.
-            resumed: checkpoint to take the weights from.
+            gpus: its devices; default: the first GPU, or the CPU.
+            resumed: checkpoint to load weights from.
         """
         gpus = gpus or devices.layout(cfg.device, student=(0,))
         usual = "by distillation: 5e-5 (up to 0.5 B) to 1e-5 (7 B)"
@@ -42,12 +42,7 @@ class Student(Policy):
         self.num_ids = self.model.get_output_embeddings().weight.shape[0]
 
     def learn_from(self, teacher: Any, cfg: Any) -> None:
-        """Wraps the student for its loss: log-probabilities for "opd", else divergences over the vocabulary.
-
-        Args:
-            teacher: from `load_teacher`.
-            cfg: the Config of a GKD script.
-        """
+        """Wraps the student for its loss: log-probabilities for "opd", else divergences."""
         if cfg.loss == "opd":
             self.wrap(functools.partial(logprobs.LogProbs, temperature=cfg.temperature, compile=cfg.compile))
         else:
@@ -58,35 +53,31 @@ class Student(Policy):
         """Divergence from the teacher over the vocabulary.
 
         Args:
-            micro: m sequences, with what the teacher gave.
-            weights_mC: [m, C] fp32, weight of every token.
+            micro: m sequences that `teacher.fill` has processed.
+            weights_mC: [m, C] fp32, weight of each token in the sum.
 
         Returns:
-            The weighted sum, and metrics of every token [m, C] by name.
+            The weighted sum over tokens, and per-token metrics [m, C] by name.
         """
         loss, values_mCR = self.wrapped[micro.replica or 0](*micro.tokens, weights_mC, *micro.teacher.tensors)
         return loss.squeeze(0), dict(zip(distillation.VALUES, values_mCR.unbind(-1), strict=True))
 
 
 def require_copies(cfg: Any, gpus: devices.Layout) -> None:
-    """Requires GPUs that only sample, if the student is to sample while it trains.
-
-    Args:
-        cfg: the Config of a GKD script.
-        gpus: where its roles are.
-    """
+    """Requires GPUs that only sample, if `overlap` is set."""
     require(not cfg.overlap or bool(gpus.copies), "overlap = True", "needs GPUs that sample while others train",
             "set ROLLOUT_GPU_IDS at the top of the script")  # fmt: skip
 
 
 def load_teacher(cfg: Any, gpus: devices.Layout, student: Student, resumed: Path | None = None) -> Any:
-    """Loads the teacher, or connects to the server that has it, and wraps the student for its loss; a collective.
+    """Loads the teacher or connects to its server, and wraps the student for its loss; a
+    collective.
 
     Args:
-        cfg: the Config of a GKD script.
-        gpus: where it lives.
-        student: must have the same tokenizer.
-        resumed: checkpoint; the teacher must be the one that the run began with.
+        cfg: Config of a GKD script.
+        gpus: devices of all roles.
+        student: must have the teacher's tokenizer.
+        resumed: checkpoint; the teacher must be the one that it was saved with.
     """
     with interrupts.save_on_outage(), distributed.share_errors("load the teacher"):
         if cfg.teacher_url:
@@ -106,53 +97,48 @@ def load_teacher(cfg: Any, gpus: devices.Layout, student: Student, resumed: Path
 
 
 class AnsweredScorer:
-    """Scores completions of rows that have an answer; the others get NaN."""
+    """Scores completions of rows that have an answer; the reward of other rows is NaN."""
 
     def __init__(self, tokenizer: Any, functions: Sequence[tuple[Callable, float]]):
-        """Takes the reward functions of the script.
-
-        Args:
-            tokenizer: of the student.
-            functions: reward functions and their weights.
-        """
+        """Takes the student's tokenizer, and pairs of reward function and weight."""
         self.tokenizer, self.functions = tokenizer, functions
 
     def score(self, examples_P: Sequence[Example], batch: RolloutBatch) -> Scored:
-        """Scores completions; see `Scorer.score`.
-
-        Args:
-            examples_P: prompts.
-            batch: completions, an equal number for each prompt.
-        """
+        """Scores completions; as `Scorer.score`, without rewards by function."""
         completions_B, answers_B, columns = collate(examples_P, batch, self.tokenizer)
         answered = [i for i, answer in enumerate(answers_B) if answer is not None]
         rewards_B = torch.full((len(completions_B),), float("nan"))
         if answered:
             picked = {name: [values[i] for i in answered] for name, values in columns.items()}
-            work = [completions_B[i] for i in answered], [answers_B[i] for i in answered], picked
-            rewards_B[answered] = rewards.score(self.functions, *work)[0]
+            texts, answers = [completions_B[i] for i in answered], [answers_B[i] for i in answered]
+            rewards_B[answered] = rewards.score(self.functions, texts, answers, picked)[0]
         return Scored(completions_B, rewards_B, {})
 
 
 class MixedCompletions:
-    """Completions of each step: sampled from the student, or off-policy, from the data or the teacher.
+    """Completions of each step: on-policy from the student, or off-policy from the data or the
+    teacher.
 
-    Source: arXiv 2306.13649, Eq. 4: the on-policy share `lmbda`, drawn once per step.
+    Source: arXiv 2306.13649, Eq. 4. The choice is drawn once per step; `lmbda` is the on-policy
+    share.
 
     Attributes:
-        on_policy: whether those of the last step were sampled from the student.
-        metrics: `on_policy`, and `staleness`: optimizer updates that the sampling weights had not seen.
-        position: prompts taken from the data after the last step; with `overlap`, those of the next are taken already.
+        on_policy: whether the student sampled the last step's completions.
+        metrics: `on_policy`; and for on-policy steps `staleness`, the number of updates by which
+            the sampling weights lag behind.
+        position: number of prompts taken from the data up to the last step, without those sampled
+            ahead with `overlap`.
+        answers: the teacher's answers, with `seq_kd`; else None.
     """
 
     def __init__(self, cfg: Any, prompts: PromptStream, sampler: Sampler, student: Student, teacher: Any):
-        """Opens the teacher's own answers, if off-policy completions are those.
+        """Opens the cache of the teacher's answers, if `seq_kd` is set.
 
         Args:
-            cfg: the Config of a GKD script.
-            prompts: where prompts come from.
+            cfg: Config of a GKD script.
+            prompts: source of prompts.
             sampler: samples from the student.
-            student: what is trained.
+            student: the trained model.
             teacher: from `load_teacher`.
         """
         self.cfg, self.prompts, self.sampler, self.student, self.teacher = cfg, prompts, sampler, student, teacher
@@ -162,11 +148,7 @@ class MixedCompletions:
             self.answers = offpolicy.TeacherAnswers(cfg.seq_kd_cache or cfg.out_dir, teacher, recipe)
 
     def next(self, step: int) -> tuple[list[Example], RolloutBatch]:
-        """Prompts of this rank, and their completions; with `overlap`, those of the next step are started.
-
-        Args:
-            step: from 1.
-        """
+        """Prompts of this rank and their completions; with `overlap`, starts the next step."""
         cfg, home = self.cfg, self.student.home
         staleness = float(self._ahead is not None)
         examples_P, rollout, position = self._ahead or self._begin(step)
@@ -187,12 +169,17 @@ class MixedCompletions:
         return examples_P, batch
 
     def wait(self) -> None:
-        """Waits until replicas that sample ahead are free for something else."""
+        """Waits until the replicas that sample ahead are idle."""
         if self._ahead and self._ahead[1]:
             self._ahead[1]()
 
     def _begin(self, step: int) -> tuple[list[Example], Callable[[], RolloutBatch] | None, int]:
-        """Prompts of a step, a function that waits for their completions if it is on-policy, and the position."""
+        """Draws whether a step is on-policy, and starts sampling ahead with `overlap`.
+
+        Returns:
+            Its prompts; a function that returns their completions, None if off-policy; and the
+            position.
+        """
         cfg, examples_P, rollout = self.cfg, self.prompts.next(), None
         if offpolicy.draw(cfg.seed, step, offpolicy.share(step, cfg.lmbda, cfg.lmbda_ramp)):
             rollout = functools.partial(self.sampler.rollout, examples_P, step)
@@ -209,18 +196,19 @@ def evaluate(
     """Evaluates a student over the examples of all ranks; a collective.
 
     Args:
-        cfg: the Config of a GKD script.
+        cfg: Config of a GKD script.
         sampler: samples from the student.
-        student: what is trained.
+        student: the trained model.
         teacher: from `load_teacher`.
         scorer: scores greedy completions.
-        offloading: brings the teacher to its GPU.
+        offloading: moves the teacher to its GPU.
         examples: of this rank.
         loss: of the script: (student, micro, cfg, counts) -> loss, `Stats`.
 
     Returns:
-        Reward of greedy completions; divergence from the teacher on sampled ones, and negative log-likelihood of the
-        answers, per token.
+        Reward of greedy completions; per token: divergence from the teacher and the teacher's
+        negative log-likelihood on sampled completions, and the student's negative log-likelihood of
+        answers.
     """
     sums = {name: [0.0, 0] for name in ("reward", "reverse_kl", "forward_kl", "teacher_nll", "answer_nll")}
     student, home = student.unsharded, student.home
@@ -228,7 +216,7 @@ def evaluate(
     def add(name: str, total: float, count: int) -> None:
         sums[name][0], sums[name][1] = sums[name][0] + float(total), sums[name][1] + count
 
-    def stats_of(batch: RolloutBatch) -> Iterator[tuple[RolloutBatch, Stats]]:
+    def micro_stats(batch: RolloutBatch) -> Iterator[tuple[RolloutBatch, Stats]]:
         (micros,) = batch.minibatches(1, cfg.micro_batch_tokens, student.packed)
         teacher.fill(micros, cfg.micro_batch_tokens)
         yield from memory.map_with_halving(micros, lambda micro: loss(student, micro, cfg, Counts())[1])
@@ -239,7 +227,7 @@ def evaluate(
             rewards_E = scorer.score(part, sampler.sample_one(part, temperature=0)).rewards
             add("reward", rewards_E.nansum(), int((~rewards_E.isnan()).sum()))
             batch = sampler.sample_one(part, cfg.temperature, [e.index for e in part])
-            for micro, stats in stats_of(batch.to(home)):
+            for micro, stats in micro_stats(batch.to(home)):
                 add("teacher_nll", -stats.means["teacher_logps"] * micro.num_tokens, micro.num_tokens)
                 for name in {"reverse_kl", "forward_kl"} & stats.means.keys():
                     add(name, stats.means[name] * micro.num_tokens, micro.num_tokens)
@@ -247,7 +235,7 @@ def evaluate(
             if answered:
                 ids = offpolicy.answers(answered, student.tokenizer, cfg.max_new_tokens, teacher.shared)
                 batch = offpolicy.batch([e.prompt_ids for e in answered], ids, sampler.pad_id, sampler.end_ids, home)
-                for micro, stats in stats_of(batch):
+                for micro, stats in micro_stats(batch):
                     add("answer_nll", -stats.means["student_logps"] * micro.num_tokens, micro.num_tokens)
     totals = {name: [distributed.sum_over_ranks(x) for x in pair] for name, pair in sums.items()}
     return {f"eval_{name}": total / count for name, (total, count) in totals.items() if count}

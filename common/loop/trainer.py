@@ -1,4 +1,4 @@
-"""Gradients of a minibatch, whatever it is cut into and wherever it is computed."""
+"""Computes the gradients of a minibatch over micro-batches, replicas and ranks."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from common.training.optim import AdamW
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Denominators of a minibatch, over all its micro-batches and ranks, so that their shares of the loss add up.
+    """Loss denominators of a minibatch over all ranks, so that the shares of micro-batches add up.
 
     Attributes:
-        sequences: trained sequences.
-        tokens: trained completion tokens.
+        sequences: number of trained sequences.
+        tokens: number of trained completion tokens.
     """
 
     sequences: int = 1
@@ -34,21 +34,21 @@ class Counts:
 
         Args:
             aggregation: "seq_mean", "token_mean" or "constant".
-            length: tokens that every sequence counts for with "constant".
+            length: with "constant", tokens that each sequence counts as.
         """
         return {"seq_mean": self.sequences, "token_mean": self.tokens, "constant": self.sequences * length}[aggregation]
 
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """Metrics of a micro-batch: means by name, and the number of tokens or sequences that they are means of."""
+    """Metrics of a micro-batch: means by name, and their weight in tokens or sequences."""
 
     weight: int
     means: dict[str, torch.Tensor]
 
 
 class Trainer:
-    """Cuts batches into micro-batches and computes their gradients; in smaller ones when memory runs out."""
+    """Cuts batches into micro-batches, which are halved if memory runs out; computes gradients."""
 
     def __init__(
         self,
@@ -59,15 +59,15 @@ class Trainer:
         plan: Any = "",
         release: Callable[[], None] | None = None,
     ):
-        """Starts with `micro_batch_tokens`.
+        """Starts with micro-batches of `micro_batch_tokens`.
 
         Args:
             cfg: a `settings.Settings`.
-            policy: what is trained.
-            optimizer: of its weights.
-            log: takes the metrics; by default one without files.
-            plan: expected memory of the run, for the message when nothing helps.
-            release: frees memory that can be made again, such as `Sampler.release_for_update`.
+            policy: the trained model.
+            optimizer: of the policy.
+            log: receives metrics; default: one without files.
+            plan: predicted memory, for the error if a single sequence does not fit.
+            release: frees caches if memory runs out, such as `Sampler.release_for_update`.
         """
         self.cfg, self.policy, self.optimizer = cfg, policy, optimizer
         self.log = StepMetrics() if log is None else log
@@ -75,15 +75,17 @@ class Trainer:
 
     @property
     def tokens(self) -> int:
-        """Prompt and completion tokens of a micro-batch, at most."""
+        """Maximum number of prompt and completion tokens of a micro-batch."""
         return self.budget.tokens
 
     def minibatches(self, batch: RolloutBatch, in_turn: bool = True) -> list[list[RolloutBatch]]:
-        """Cuts a batch, see `RolloutBatch.minibatches`; a collective if the policy is sharded: ranks get equally many.
+        """Cuts a batch into minibatches of micro-batches; see `RolloutBatch.minibatches`.
+
+        A collective if the policy is sharded: all ranks get the same number of micro-batches.
 
         Args:
-            batch: completions.
-            in_turn: minibatch k holds every num_minibatches-th sequence; False: a block of them.
+            batch: to cut.
+            in_turn: minibatch k takes every num_minibatches-th sequence; False: a contiguous block.
 
         Returns:
             Micro-batches by minibatch, dealt to the replicas.
@@ -104,7 +106,8 @@ class Trainer:
             loss: (policy, micro, cfg, counts) -> share of the minibatch loss, `Stats`.
 
         Returns:
-            False if no rank has anything to train on: then no optimizer step is taken, rather than 0 / 0.
+            Whether to take an optimizer step; False if all sequences of all ranks are masked, which
+            would be 0 / 0.
         """
         policy, log = self.policy, self.log
         own = sum(micro.num_trained for micro in minibatch), sum(micro.num_tokens for micro in minibatch)
@@ -113,7 +116,7 @@ class Trainer:
         if counts.sequences == 0:
             return False
 
-        def one(micro: RolloutBatch) -> None:
+        def add_gradients(micro: RolloutBatch) -> None:
             share, stats = loss(policy, micro, self.cfg, counts)
             self.optimizer.scale(share).backward()
             log.add(stats.weight, **stats.means)
@@ -121,14 +124,14 @@ class Trainer:
         policy.refresh_trained()
         with distributed.share_errors("update", policy.sharded):
             images = minibatch[0].images
-            if images:  # features of the present weights, if the vision tower is trained
+            if images:  # new features, if the vision tower is trained
                 images.refresh(policy.whole, torch.cat([micro.images.prompts for micro in minibatch]))
-            self.budget.run(minibatch, one, self.optimizer, log, policy.trained)
+            self.budget.run(minibatch, add_gradients, self.optimizer, log, policy.trained)
             if images:
                 images.backward()
         models.sum_gradients(policy.trained)
         distributed.sum_gradients(self.optimizer.params)
-        policy.outdated = True  # once the optimizer has stepped
+        policy.outdated = True  # the caller takes an optimizer step next
         return True
 
 
@@ -143,29 +146,29 @@ def policy_stats(
     dual_clip: float = 0.0,
     by_token: bool = True,
 ) -> Stats:
-    """Metrics of a policy gradient.
+    """Metrics of a policy-gradient loss on a micro-batch.
 
     Args:
         micro: m sequences.
-        loss: scalar, their share of the minibatch loss.
+        loss: scalar, share of the minibatch loss.
         logps_mC: [m, C] fp32, under the policy.
         entropy_mC: [m, C] fp32.
-        ratio: [m] or [m, C] fp32, of sequences or tokens.
+        ratio: [m] of sequences or [m, C] of tokens, fp32.
         clip_range: epsilon_low and epsilon_high.
         counts: of the minibatch.
-        dual_clip: largest ratio that counts where the advantage is negative; 0: none.
-        by_token: means over tokens; False: over sequences.
+        dual_clip: cap of the ratio where the advantage is negative; 0: none.
+        by_token: average over tokens; False: over sequences.
     """
     mask_mC = micro.completion_mask
-    of_ratio = mask_mC if ratio.dim() == 2 else mask_mC.any(1)
+    ratio_mask = mask_mC if ratio.dim() == 2 else mask_mC.any(1)
     mode, trained = ("token_mean", mask_mC) if by_token else ("seq_mean", mask_mC.any(1))
     total, count = counts.of(mode), trained.sum().clamp(min=1)
-    means = losses.clip_stats(ratio, micro.advantages, *clip_range, of_ratio, dual_clip)
+    means = losses.clip_stats(ratio, micro.advantages, *clip_range, ratio_mask, dual_clip)
     logps_mC, mismatch_mC = logps_mC.detach(), micro.old_logps - micro.rollout_logps
-    reported = {"entropy": entropy_mC.detach(), "kl_old": losses.kl_estimate(micro.old_logps, logps_mC, "k3")}
+    by_name = {"entropy": entropy_mC.detach(), "kl_old": losses.kl_estimate(micro.old_logps, logps_mC, "k3")}
     if micro.ref_logps is not None:
-        reported["kl_ref"] = losses.kl_estimate(logps_mC, micro.ref_logps, "k3")
-    for name, values_mC in reported.items():
+        by_name["kl_ref"] = losses.kl_estimate(logps_mC, micro.ref_logps, "k3")
+    for name, values_mC in by_name.items():
         means[name] = losses.aggregate(values_mC, mask_mC, mode, count)
     mismatch = mismatch_mC.abs() if by_token else losses.masked_mean(mismatch_mC, mask_mC).abs()
     means["rollout_mismatch"] = torch.where(trained, mismatch, 0.0).sum() / count
@@ -174,12 +177,12 @@ def policy_stats(
 
 
 def token_stats(micro: RolloutBatch, loss: torch.Tensor, values: dict[str, torch.Tensor], counts: Counts) -> Stats:
-    """Means over the trained tokens of a micro-batch.
+    """Metrics of a micro-batch as means over its trained tokens.
 
     Args:
         micro: m sequences.
-        loss: scalar, their share of the minibatch loss.
-        values: [m, C] by name.
+        loss: scalar, share of the minibatch loss.
+        values: per-token metrics [m, C] by name.
         counts: of the minibatch.
     """
     mask_mC = micro.completion_mask

@@ -1,4 +1,4 @@
-"""A language model from its folder to log-probabilities: loading, LoRA, images, attention, output head, reward models.
+"""Language models: loading, LoRA, images, attention, log-probabilities, reward models.
 
-May import: base, maths, tasks. Start with models.py (loading), then logprobs.py (what the losses need).
+May import: base, maths, tasks. Start with models.py (loading), then logprobs.py (what losses need).
 """

@@ -1,4 +1,5 @@
-"""Before a run: whether it fits into memory, with which settings it would, and what the GPUs of a machine can do.
+"""Before a run: whether it fits into memory, which options make it fit, and what GPUs can do.
 
-May import: base, maths, tasks, model, generation, training. Start with plan.py, then footprint.py (what takes memory).
+May import: base, maths, tasks, model, generation, training. Start with plan.py, then footprint.py
+(what needs memory).
 """

@@ -193,7 +193,7 @@ def _explain_failure(plan: Any, changes: Mapping[str, Any]) -> str:
     left = plan.peak(fullest) / plan.load(fullest) - (plan.peak(fullest) - weights)
     if left > 0.1 * weights:
         text += f", or a model of about {plan.shape.params * left / weights / 1e9:.2g} billion parameters"
-    if plan.teacher_alone():
+    if plan.teacher_too_large():
         text += ", or a teacher that is served elsewhere: gkd/teacher_server.py and --teacher_url"
     return text
 

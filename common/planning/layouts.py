@@ -1,4 +1,4 @@
-"""GPU constants and Config of a training script, read without loading a model."""
+"""Reads the GPU constants and the Config of a training script, without loading a model."""
 
 import ast
 import contextlib
@@ -18,12 +18,9 @@ _count = itertools.count()
 
 
 def is_script(path: Path) -> bool:
-    """Whether a file is a training script: Python with `class Config`, `def main` and a GPU constant at its top level.
+    """Whether a file has `class Config`, `def main` and a GPU constant at its top level.
 
     The file is parsed, not executed.
-
-    Args:
-        path: a file.
     """
     try:
         body = ast.parse(path.read_bytes()).body
@@ -37,24 +34,20 @@ def is_script(path: Path) -> bool:
 
 
 def scripts() -> list[str]:
-    """Training scripts of this clone, as paths relative to it."""
+    """Training scripts of this clone, as relative paths."""
     found = [path for family in ("gspo", "grpo", "gkd") for path in sorted((ROOT / family).rglob("*.py"))]
     return [path.relative_to(ROOT).as_posix() for path in found if is_script(path)]
 
 
 def load(path: str | Path, argv: Sequence[str] = ()) -> tuple[ModuleType, Any]:
-    """Imports a training script and parses its command line, as running it does, up to its `main`.
-
-    Args:
-        path: of the script.
-        argv: its flags.
+    """Imports a training script and parses its command line `argv`, without calling its `main`.
 
     Returns:
         The module, and an instance of its Config.
 
     Raises:
-        ValueError: there is no such file, or it is not a training script; nothing of it was executed then.
-        SystemExit: the script refuses the flags, with its own message.
+        ValueError: the file does not exist or is not a training script; it was not executed.
+        SystemExit: the script refuses the options, with its own message.
     """
     path = Path(path)
     rule = "must be a training script: a file with a Config, a main and GPU constants"
@@ -62,7 +55,7 @@ def load(path: str | Path, argv: Sequence[str] = ()) -> tuple[ModuleType, Any]:
     name = f"_script{next(_count)}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look for the types of fields
+    sys.modules[name] = module  # dataclasses resolve the types of fields there
     with _run_as(path, argv):
         spec.loader.exec_module(module)
         return module, config.parse(module.Config, argv)
@@ -70,7 +63,7 @@ def load(path: str | Path, argv: Sequence[str] = ()) -> tuple[ModuleType, Any]:
 
 @contextlib.contextmanager
 def _run_as(path: Path, argv: Sequence[str]) -> Iterator[None]:
-    """`python path argv`: modules beside the script can be imported, and errors begin with its name."""
+    """Imitates `python path argv`: siblings can be imported, errors begin with its name."""
     before = sys.argv, sys.path[:]
     sys.argv, sys.path[:] = [str(path), *argv], [str(path.resolve().parent), *sys.path]
     try:
@@ -80,12 +73,7 @@ def _run_as(path: Path, argv: Sequence[str]) -> Iterator[None]:
 
 
 def constants(module: ModuleType, cfg: Any) -> dict[str, Any]:
-    """Arguments of `devices.layout` by role, the trained role first, as the script's main passes them.
-
-    Args:
-        module: of the script.
-        cfg: its Config.
-    """
+    """Arguments of `devices.layout` in the script's main by role, the trained role first."""
     trained = role_names(cfg)[0]
     found = {trained: None}  # a script without the constant runs one process per GPU
     found |= {role: getattr(module, name) for role, name in devices.CONSTANTS.items() if hasattr(module, name)}
@@ -95,41 +83,34 @@ def constants(module: ModuleType, cfg: Any) -> dict[str, Any]:
 
 
 def is_per_rank(module: ModuleType) -> bool:
-    """Whether torchrun starts one process of the script per GPU.
-
-    Args:
-        module: of the script.
-    """
+    """Whether a script runs one process per GPU, under torchrun."""
     return all(getattr(module, name, None) is None for name in ("POLICY_GPU_IDS", "STUDENT_GPU_IDS"))
 
 
 def roles(module: ModuleType, cfg: Any, ranks: int = 1, local_rank: int = 0) -> dict[str, tuple[int, ...]]:
-    """GPU numbers of every role that a configuration uses, whatever GPUs this machine has.
+    """GPU numbers by role (keys of `devices.CONSTANTS`) in one process, whatever GPUs this machine
+    has.
+
+    Only roles that the configuration uses. A GPU of "rollout" that does not train holds a copy of
+    the weights.
 
     Args:
-        module: of the script.
-        cfg: its Config.
-        ranks: processes on this machine.
-        local_rank: the one whose roles are asked for.
-
-    Returns:
-        Numbers by role, see `devices.CONSTANTS`. "rollout" holds a copy of the weights where it does not train.
+        module: training script.
+        cfg: Config of the script.
+        ranks: number of processes on this machine.
+        local_rank: rank of the process on this machine.
 
     Raises:
         ValueError: as in `devices.gpu_numbers`.
     """
     numbers = devices.gpu_numbers(constants(module, cfg), local_rank, ranks)
     own = next(iter(numbers.values()))
-    usual = {"rollout": own}  # for a role without a constant
-    return {role: numbers.get(role, usual.get(role, own[:1])) for role in role_names(cfg)}
+    default = {"rollout": own}  # for a role without a constant
+    return {role: numbers.get(role, default.get(role, own[:1])) for role in role_names(cfg)}
 
 
 def role_names(cfg: Any) -> list[str]:
-    """Roles that a configuration uses, the trained one first.
-
-    Args:
-        cfg: the Config of a script.
-    """
+    """Roles that a configuration uses, the trained one first."""
     found = ["student" if hasattr(cfg, "student_model") else "policy", "rollout"]
     # with LoRA the reference is the policy with its adapters disabled
     if getattr(cfg, "kl_coef", 0) > 0 and not getattr(cfg, "lora_rank", 0):
@@ -144,25 +125,12 @@ def role_names(cfg: Any) -> list[str]:
 
 
 def all_ranks(module: ModuleType, cfg: Any, ranks: int = 1) -> list[dict[str, tuple[int, ...]]]:
-    """`roles` of every process on this machine, by local rank.
-
-    Args:
-        module: of the script.
-        cfg: its Config.
-        ranks: processes on this machine.
-
-    Raises:
-        ValueError: as in `roles`.
-    """
+    """`roles` of every process on this machine, by local rank."""
     return [roles(module, cfg, ranks, local_rank) for local_rank in range(ranks)]
 
 
 def check(module: ModuleType, cfg: Any) -> None:
-    """Checks GPU constants as the script's main does, with the GPUs that this process sees.
-
-    Args:
-        module: of the script.
-        cfg: its Config.
+    """Checks the GPU constants against the visible GPUs, as the script's main does.
 
     Raises:
         ValueError: as in `devices.layout`.

@@ -1,15 +1,14 @@
-"""What a run takes of each GPU's memory, said before anything is loaded, and what to change if that does not fit.
+"""Predicts the GPU memory of a run before anything loads, and what to change if it does not fit.
 
-`require_fit` is the one call that a training script makes; scripts/plan_memory.py asks for machines one does not have.
-The numbers are those of footprint.py. A phase has what is always there, and its own parts on top; of the phases
-of the update the table has the largest. Qwen2.5-1.5B with gspo/gspo.py on 48 GiB, with a reference, and with AdamW's
-state in CPU memory during rollouts:
+Training scripts call `require_fit`; scripts/plan_memory.py plans for machines that are not here.
+The numbers come from footprint.py. A phase adds its own parts to what is always resident; the
+column "update" shows the largest phase of the update. Qwen2.5-1.5B with gspo/gspo.py on 48 GiB,
+with a reference, and with AdamW's state in CPU memory during rollouts:
 
-    GiB    weights  reference  rollout  update   peak  usable
-    GPU 0     2.88       2.88     1.70   38.84  44.59    45.6
-    GPU 0, rollout: KV cache 0.66, reading prompts 0.50, logits 0.29, workspace 0.25
-    GPU 0, update (loss): AdamW 17.25, activations 15.71, gradients 2.88, gradient of the head 1.30, logits 1.04, ...
-    CPU memory, pinned: 17.25
+    GiB    weights  reference  rollout  update   peak  usable GPU 0     2.88       2.88     1.70
+    38.84  44.59    45.6 GPU 0, rollout: KV cache 0.66, reading prompts 0.50, logits 0.29, workspace
+    0.25 GPU 0, update (loss): AdamW 17.25, activations 15.71, gradients 2.88, gradient of the head
+    1.30, logits 1.04, ... CPU memory, pinned: 17.25
 """
 
 import contextlib
@@ -33,20 +32,20 @@ from common.training import sharding
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Bytes by GPU.
+    """Predicted memory of a run, in bytes per GPU.
 
     Attributes:
-        name: of the model.
-        cfg: the Config of the script.
-        shape: of the model that is trained.
-        trained: number of parameters that are.
-        gpus: by number, as the process sees them.
-        host: pinned CPU memory of all processes here, without what adapters are merged into.
+        name: of the trained model.
+        cfg: Config of the script.
+        shape: of the trained model.
+        trained: number of trained parameters.
+        gpus: by GPU number, as the process sees it.
+        host: pinned CPU memory of all processes here, without the copies that adapters merge into.
         longest: tokens of the longest prompt.
-        minibatch: tokens at most that a GPU trains on in an optimizer step.
-        capacity: bytes of each GPU that the run can have; empty: unknown.
-        host_capacity: bytes of CPU memory.
+        minibatch: maximum number of tokens that a GPU trains on in an optimizer step.
         given: arguments of `of`, to plan again with other settings.
+        capacity: bytes available to the run on each GPU; empty: unknown.
+        host_capacity: bytes of CPU memory.
     """
 
     name: str
@@ -62,10 +61,10 @@ class Plan:
     host_capacity: float = math.inf
 
     def for_capacity(self, capacity: float | Mapping[int, float], host: float = math.inf) -> "Plan":
-        """The plan for a machine.
+        """The plan for a machine with known memory.
 
         Args:
-            capacity: bytes that the run can have, of all GPUs or by their numbers.
+            capacity: bytes available to the run, one number for all GPUs or by GPU number.
             host: bytes of CPU memory.
         """
         each = capacity if isinstance(capacity, Mapping) else dict.fromkeys(self.gpus, capacity)
@@ -73,25 +72,18 @@ class Plan:
         return dataclasses.replace(self, capacity=each, host_capacity=host)
 
     def with_options(self, **changes: Any) -> "Plan":
-        """The plan of a run with other settings.
-
-        Args:
-            **changes: fields of the Config.
+        """Plans again with changed fields of the Config.
 
         Raises:
-            ValueError: the Config refuses them, or the script at its start.
+            ValueError: the Config or the script would refuse these options.
         """
-        with contextlib.redirect_stdout(io.StringIO()):  # warnings have been printed once
+        with contextlib.redirect_stdout(io.StringIO()):  # warnings were printed before
             cfg = dataclasses.replace(self.cfg, **changes)
             sharding.enabled(cfg)
         return dataclasses.replace(of(cfg, **self.given), capacity=self.capacity, host_capacity=self.host_capacity)
 
     def peak(self, number: int) -> int:
-        """Bytes that a GPU holds at most.
-
-        Args:
-            number: of the GPU.
-        """
+        """Peak bytes on a GPU."""
         return self.gpus[number].peak(self.capacity.get(number, math.inf))
 
     @property
@@ -101,39 +93,32 @@ class Plan:
         return self.host + sum(copy for copy, on_gpu in copies if not on_gpu)
 
     def load(self, number: int) -> float:
-        """What a GPU holds at most, as a share of what it can: above 1 it does not fit.
-
-        Args:
-            number: of the GPU.
-        """
+        """Peak of a GPU as a share of its usable memory; above 1 the run does not fit."""
         return self.peak(number) / max(1, USABLE * self.capacity.get(number, math.inf))
 
     def fits(self, capacity: float | Mapping[int, float] | None = None) -> bool:
-        """Whether every GPU holds what the run takes, and the CPU's memory what is moved there.
+        """Whether the run fits into every GPU and into CPU memory.
 
         Args:
-            capacity: as in `for_capacity`; None: as the plan was given.
+            capacity: as in `for_capacity`; None: that of this plan.
         """
         plan = self if capacity is None else self.for_capacity(capacity)
         return plan.pinned <= USABLE * plan.host_capacity and all(plan.load(i) <= 1 for i in plan.gpus)
 
     def advice(self, capacity: float | Mapping[int, float] | None = None) -> advice.Advice:
-        """The least costly settings with which the run fits.
-
-        Args:
-            capacity: as in `fits`.
-        """
+        """The cheapest change of settings that makes the run fit; `capacity` as in `fits`."""
         return advice.find(self if capacity is None else self.for_capacity(capacity))
 
     def largest(self, capacity: float | Mapping[int, float] | None = None) -> tuple[int, int]:
-        """How much of a step is computed at the same time: more is faster, and changes no result.
+        """The largest sizes that fit; they affect speed, not results.
 
         Args:
             capacity: as in `fits`.
 
         Returns:
-            The largest micro_batch_tokens that fit, up to those of a minibatch; 0: not even one sequence. And the
-            completions, batch_size * group_size, that all GPUs here decode at once; of more, some wait for their turn.
+            The largest micro_batch_tokens, up to a whole minibatch; 0 if not even one sequence
+            fits. And the number of completions that all GPUs here decode at once; further ones are
+            queued.
         """
         plan = self if capacity is None else self.for_capacity(capacity)
         tokens = 0
@@ -149,17 +134,17 @@ class Plan:
 
     @property
     def sequence(self) -> int:
-        """Tokens of the longest sequence, which a micro-batch holds at least."""
+        """Tokens of the longest sequence, the minimum for a micro-batch."""
         return self.longest + self.cfg.max_new_tokens
 
     @property
     def processes(self) -> list[Roles]:
-        """The roles of each process that was planned."""
+        """Roles of each planned process."""
         roles = self.given["roles"]
         return [roles] if isinstance(roles, Mapping) else list(roles)
 
-    def teacher_alone(self) -> bool:
-        """Whether a teacher, without anything else, is more than its GPUs hold."""
+    def teacher_too_large(self) -> bool:
+        """Whether the teacher does not fit into its GPUs even if nothing else is on them."""
         for i in self.processes[0].get("teacher", ()):
             held = self.gpus[i].always["teacher"] + self.gpus[i].phases["teacher"]["teacher"]
             if held > USABLE * self.capacity.get(i, math.inf):
@@ -167,7 +152,7 @@ class Plan:
         return False
 
     def __str__(self) -> str:
-        """The table, a line for each GPU."""
+        """A table with one line per GPU."""
         names = list(dict.fromkeys(name for gpu in self.gpus.values() for name, n in gpu.always.items() if n))
         rows = [["GiB", *names, "rollout", "update", "peak", *(["usable", ""] if self.capacity else [])]]
         for number, gpu in sorted(self.gpus.items()):
@@ -188,17 +173,19 @@ class Plan:
         return "\n".join(lines)
 
     def _title(self) -> str:
-        def said(count: int) -> str:
+        """The line above the table."""
+
+        def rounded(count: int) -> str:
             return f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.1f} million"
 
-        trained = "all" if self.trained == self.shape.params else said(self.trained)
+        trained = "all" if self.trained == self.shape.params else rounded(self.trained)
         return (
-            f"plan: {self.name}, {said(self.shape.params)} parameters, {trained} trained; sequences of up to "
+            f"plan: {self.name}, {rounded(self.shape.params)} parameters, {trained} trained; sequences of up to "
             f"{self.longest} + {self.cfg.max_new_tokens} tokens, {self.cfg.micro_batch_tokens} in a micro-batch"
         )
 
     def _details(self) -> list[str]:
-        """What the fullest GPU holds, and what stands outside the table."""
+        """Lines below the table: parts on the fullest GPU, queued prompts, pinned memory."""
         number = max(self.gpus, key=self.load if self.capacity else self.peak)
         gpu, capacity = self.gpus[number], self.capacity.get(number, math.inf)
         lines = []
@@ -229,16 +216,17 @@ def of(
     """Plans a run from its configuration.
 
     Args:
-        cfg: the Config of a training script; fields that it lacks are as if they had their defaults.
-        roles: GPUs of each role, as `layouts.roles` gives them; or one of these per process of this machine.
-        ranks: processes of the run, on all machines.
-        model: what is trained, as in `shapes.of`; "": as the configuration says.
-        prompt_tokens: of the longest prompt, if that is known; 0: as many as `max_prompt_tokens` allows.
-        visual_tokens: of the prompt with most, for a model that sees images; None: the most that can be.
-        on_gpu: whether the run is on GPUs, or everything is on the CPU, which counts as GPU 0.
+        cfg: Config of a training script; fields that it lacks count as switched off.
+        roles: GPUs of each role, from `layouts.roles`; or a list, one per process on this machine.
+        ranks: number of processes on all machines.
+        model: the trained model, as in `shapes.of`; "": the one that `cfg` names.
+        prompt_tokens: length of the longest prompt; 0: unknown, `max_prompt_tokens` is assumed.
+        visual_tokens: largest number of image tokens in a prompt, for a vision-language model;
+            None: unknown, the most that options allow is assumed.
+        on_gpu: False: everything runs on the CPU, which counts as GPU 0.
 
     Raises:
-        ValueError: a model cannot be found, or not be used.
+        ValueError: a model cannot be found or is not supported.
     """
     given = dict(roles=roles, ranks=ranks, model=model, prompt_tokens=prompt_tokens, visual_tokens=visual_tokens,
                  on_gpu=on_gpu)  # fmt: skip
@@ -251,13 +239,13 @@ def of(
     for process in processes:
         run.add(gpus, process)
     trains = len(processes[0].get("student") or processes[0]["policy"])
-    replicas = (trains - 1) * run.weights * run.param_offload  # each leaves its GPU
+    replicas = (trains - 1) * run.weights * run.param_offload  # every replica is offloaded
     host = len(processes) * math.ceil(run.host + replicas)
     return Plan(name, cfg, shape, run.trained, gpus, host, run.longest, run.minibatch(trains), given)
 
 
 def host_bytes() -> int:
-    """CPU memory of this machine."""
+    """Bytes of CPU memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -270,21 +258,16 @@ def require_fit(
     prompt_tokens: int = 0,
     visual_tokens: int | None = None,
 ) -> "Plan | str":
-    """Prints the plan of a run on rank 0, and refuses what cannot fit; to be called before anything is loaded.
+    """Prints the plan of a run on rank 0 and refuses a run that cannot fit; call it before loading.
 
-    Args:
-        cfg: the Config of the script.
-        gpus: where its roles are.
-        ranks: processes of the run.
-        model: as in `of`.
-        prompt_tokens: as in `of`.
-        visual_tokens: as in `of`.
+    The keyword arguments are those of `of`.
 
     Returns:
-        The plan; or why there is none.
+        The plan; or the reason why there is none.
 
     Raises:
-        ValueError: not even a micro-batch of one sequence fits, and `force` is not set; what to change.
+        ValueError: not even a micro-batch of one sequence fits, and `force` is not set. The message
+            says what to change.
     """
     found = {role: tuple(dict.fromkeys(gpus.of(role))) for role in layouts.role_names(cfg)}
     on_gpu = next(iter(found.values()))[0].type == "cuda"
@@ -293,19 +276,19 @@ def require_fit(
     try:
         plan = of(cfg, numbers, ranks=ranks, model=model, prompt_tokens=prompt_tokens, visual_tokens=visual_tokens,
                   on_gpu=on_gpu)  # fmt: skip
-    except (OSError, ValueError, AttributeError) as error:  # what is wrong with a model, loading it says better
+    except (OSError, ValueError, AttributeError) as error:  # loading the model gives a better error
         plan = f"no plan of memory: {type(error).__name__}: {error}"
         distributed.print_main(plan)
         return plan
     if not on_gpu:
         gib = plan.gpus[0].always.total() / GIB
-        if gib > 0.1:  # not for a built-in one
+        if gib > 0.1:  # not for a built-in model
             distributed.print_main(f"plan: weights and optimizer take {gib:.2f} GiB of CPU memory, in each process")
         return plan
-    # what this process holds already is in the plan
+    # the plan includes what this process has allocated already
     capacity = {i: devices.free_bytes(d) + torch.cuda.memory_allocated(d) for i, d in places.items()}
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    plan = plan.for_capacity(capacity, host_bytes() / here)  # of one process, as the plan is
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    plan = plan.for_capacity(capacity, host_bytes() / processes)  # the plan covers one process
     distributed.print_main(plan)
     if plan.fits():
         return plan
@@ -320,7 +303,7 @@ def require_fit(
     value = f"GPU {fullest}: the smallest micro-batch needs about {smallest.peak(fullest) / GIB:.1f} GiB"
     rule = f"{USABLE * plan.capacity[fullest] / GIB:.1f} GiB can be used"
     if smallest.load(fullest) <= 1:
-        pinned = here * smallest.pinned / GIB
+        pinned = processes * smallest.pinned / GIB
         value = f"optimizer_offload or param_offload: {pinned:.1f} GiB of CPU memory for all processes"
         rule = f"this machine has {host_bytes() / GIB:.1f}"
     if getattr(cfg, "force", False):

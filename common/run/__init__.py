@@ -1,4 +1,5 @@
-"""A run as a whole: rules for its options, checkpoints, interrupts, metrics, guards, the profiler.
+"""Services for a run: option rules, checkpoints, interrupts, metrics, guards, the profiler.
 
-May import: base, maths, tasks, model, generation, training. Start with checkpoint.py, then interrupts.py.
+May import: base, maths, tasks, model, generation, training. Start with checkpoint.py, then
+interrupts.py.
 """

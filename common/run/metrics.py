@@ -1,6 +1,6 @@
-"""What a run reports: metrics.jsonl always, TensorBoard, a progress bar, and samples to read.
+"""What a run reports: metrics.jsonl, TensorBoard, a progress bar, and samples.jsonl to read.
 
-Names and meanings of the metrics stand in the algorithm's README.
+The README of each algorithm explains its metrics.
 """
 
 import json
@@ -21,27 +21,27 @@ from common.generation.batches import RolloutBatch
 from common.maths import advantages
 from common.tasks.data import Example
 
-NUM_SAMPLES = 4  # prompts shown at a time in samples.jsonl
+NUM_SAMPLES = 4  # prompts per entry in samples.jsonl
 IN_BAR = {"reward": "reward", "len": "completion_length", "clip": "clip_fraction", "div": "divergence",
           "tok/s": "tokens_per_second"}  # fmt: skip
 
 
 class StepMetrics:
-    """Averages of one step over micro-batches and devices of this process; numbers stay on their GPU until `take`."""
+    """Averages over micro-batches and devices in a step; tensors stay on their GPU until `take`."""
 
     def __init__(self):
         """Starts a step."""
-        # by name and device: what lies on different GPUs is summed on the host, so that no GPU waits for another
+        # keyed by name and device; devices are summed on the host, so that no GPU waits for another
         self._sums: dict[tuple[str, torch.device | None], Any] = {}
         self._weights: dict[tuple[str, torch.device | None], Any] = {}
         self._max: dict[str, Any] = {}
 
     def add(self, weight: float | torch.Tensor = 1.0, **values: float | torch.Tensor) -> None:
-        """Adds to this step's averages; tensors stay on their device until the step ends.
+        """Adds to this step's averages.
 
         Args:
-            weight: what each value is the mean of, sequences or tokens, say.
-            **values: means by name; a name ending in `_max` is reported as the largest instead.
+            weight: number of items that each value is the mean of, e.g. sequences or tokens.
+            **values: means by name; for a name ending in `_max`, the maximum is reported instead.
         """
         for name, value in values.items():
             if name.endswith("_max"):
@@ -52,80 +52,73 @@ class StepMetrics:
                 self._weights[key] = self._weights.get(key, 0.0) + weight
 
     def mark(self) -> tuple[dict, dict, dict]:
-        """What was added in this step so far, for `rollback`."""
-        return dict(self._sums), dict(self._weights), {name: list(seen) for name, seen in self._max.items()}
+        """The state of this step so far, for `rollback`."""
+        return dict(self._sums), dict(self._weights), {name: list(values) for name, values in self._max.items()}
 
     def rollback(self, mark: tuple[dict, dict, dict]) -> None:
-        """Forgets what was added since a mark, because it will be computed again.
-
-        Args:
-            mark: from `mark`, of the same step; good for more than one return.
-        """
+        """Drops what was added since `mark`, which is of this step; a mark can be reused."""
         self._sums, self._weights = dict(mark[0]), dict(mark[1])
-        self._max = {name: list(seen) for name, seen in mark[2].items()}
+        self._max = {name: list(values) for name, values in mark[2].items()}
 
     def take(self) -> dict[str, dict[str, float]]:
-        """Ends the step: "sums", "weights" and "max" by name, on the host; a mean is its sum by its weight."""
-        counted = [*self._sums.values(), *self._weights.values(), *(x for seen in self._max.values() for x in seen)]
-        numbers = iter(_to_host(counted))
+        """Ends the step; returns "sums", "weights" and "max" by name. A mean is sum / weight."""
+        maxima = [value for values in self._max.values() for value in values]
+        numbers = iter(_to_host([*self._sums.values(), *self._weights.values(), *maxima]))
         taken = {
             "sums": _by_name(self._sums, numbers),
             "weights": _by_name(self._weights, numbers),
-            "max": {name: max(next(numbers) for _ in seen) for name, seen in self._max.items()},
+            "max": {name: max(next(numbers) for _ in values) for name, values in self._max.items()},
         }
         self._sums, self._weights, self._max = {}, {}, {}
         return taken
 
     def means(self) -> dict[str, float]:
-        """Ends the step: means and largest values by name, of this process."""
+        """Ends the step; returns means and maxima of this process by name."""
         taken = self.take()
-        return {n: total / taken["weights"][n] for n, total in taken["sums"].items() if taken["weights"][n]} | taken[
-            "max"
-        ]
+        weights = taken["weights"]
+        means = {name: total / weights[name] for name, total in taken["sums"].items() if weights[name]}
+        return means | taken["max"]
 
 
 class Log(StepMetrics):
-    """Writes one line per step to metrics.jsonl, over all ranks; TensorBoard, progress bar, samples.jsonl."""
+    """Reports the metrics of all ranks: metrics.jsonl, TensorBoard, progress bar, samples.jsonl."""
 
     def __init__(self, out_dir: str, start: int, steps: int, gpus: list[torch.device]):
-        """Opens the files of a run; lines of steps after `start`, which will be taken again, are removed; a collective.
+        """Opens the files of a run and removes lines of steps after `start`; a collective.
 
         Args:
-            out_dir: of the run.
-            start: steps done before, 0 for a new run.
+            out_dir: folder of the run.
+            start: steps that an earlier run completed; 0 for a new run.
             steps: steps of the whole run.
-            gpus: the devices whose memory is reported.
+            gpus: devices whose memory is reported.
         """
         super().__init__()
         self.out_dir, self.gpus, self.is_main = Path(out_dir), gpus, distributed.rank() == 0
         self._warned: set[str] = set()
-        found = False
+        evaluated = False
         if self.is_main:
             self.out_dir.mkdir(parents=True, exist_ok=True)
             for name in ("metrics.jsonl", "samples.jsonl"):
-                keep_lines(self.out_dir / name, start if start else -1)  # a new run evaluates the starting model again
-            found = _has_evaluation(self.out_dir / "metrics.jsonl", start)
+                # -1 in a new run: it evaluates the starting model again
+                keep_lines(self.out_dir / name, start if start else -1)
+            evaluated = _has_evaluation(self.out_dir / "metrics.jsonl", start)
             self._board = SummaryWriter(str(self.out_dir / "tensorboard"), purge_step=start + 1)
             self._bar = tqdm(initial=start, total=steps, unit="step", dynamic_ncols=True)
-        self._start, self._evaluated = start, distributed.any_rank(found)
+        self._start, self._evaluated = start, distributed.any_rank(evaluated)
 
     def add_batch(self, batch: RolloutBatch) -> None:
-        """Adds the lengths of a batch; a collective.
-
-        Args:
-            batch: completions.
-        """
+        """Adds completion lengths and the truncated share of a batch; a collective."""
         lengths = batch.lengths.float().cpu()
         self.add(len(lengths), completion_length=lengths.mean().item(), truncated=batch.truncated.float().mean().item())
         self.add(len(lengths), completion_length_max=lengths.max().item())
         self._tokens = distributed.sum_over_ranks(lengths.sum().item())
 
     def add_rewards(self, rewards: torch.Tensor, by_function: dict[str, torch.Tensor]) -> None:
-        """Adds mean rewards.
+        """Adds mean rewards and the unscored share.
 
         Args:
             rewards: [...] fp32, NaN for unscored completions.
-            by_function: [B] rewards of each reward function by name, unweighted.
+            by_function: [B] unweighted rewards of each reward function.
         """
         scored = ~rewards.isnan()
         self.add(scored.sum().item(), reward=rewards.nansum().item() / max(1, scored.sum().item()))
@@ -135,12 +128,12 @@ class Log(StepMetrics):
             self.add(len(known), **{f"reward_{name}": known.mean().item() if len(known) else 0.0})
 
     def add_rollout(self, batch: RolloutBatch, rewards: torch.Tensor, by_function: dict[str, torch.Tensor]) -> None:
-        """Adds what is known after scoring groups of completions; a collective.
+        """Adds rewards, their spread within groups, and completion lengths; a collective.
 
         Args:
-            batch: the rollout.
+            batch: P * G completions.
             rewards: [P, G] fp32, NaN for unscored completions.
-            by_function: [B] rewards of each reward function by name, unweighted.
+            by_function: [B] unweighted rewards of each reward function.
         """
         rewards, scored = rewards.cpu(), ~rewards.cpu().isnan()
         self.add_rewards(rewards, by_function)
@@ -152,12 +145,13 @@ class Log(StepMetrics):
         self.add_batch(batch)
         lengths = batch.lengths.float().cpu()
         for name, rows in (("above", rewards > mean[:, None]), ("below", rewards < mean[:, None])):
-            picked = lengths[(rows & (equal == 0)[:, None]).flatten()]  # the mean of equal rewards may be rounded
+            # skip groups of equal rewards: rounding can put their mean above or below them
+            picked = lengths[(rows & (equal == 0)[:, None]).flatten()]
             self.add(len(picked), **{f"completion_length_{name}": picked.mean().item() if len(picked) else 0.0})
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
-        """Adds the duration of the block to `seconds_<phase>`; several blocks of a step add up."""
+        """Adds the duration of the block to `seconds_<phase>`; the blocks of a step add up."""
         began, key = time.perf_counter(), (f"seconds_{phase}", None)
         yield
         devices.synchronize(self.gpus)
@@ -166,28 +160,21 @@ class Log(StepMetrics):
 
     @contextmanager
     def time_save(self, step: int) -> Iterator[None]:
-        """Writes the duration of the block as `seconds_save`, in a line of its own.
-
-        Args:
-            step: steps done.
-        """
+        """Writes the duration of the block as `seconds_save`, in its own line after `step`."""
         began = time.perf_counter()
         yield
         if self.is_main:
             self._write({"step": step, "seconds_save": time.perf_counter() - began})
 
     def end_step(self, step: int, **values: float) -> dict[str, Any]:
-        """Writes the line of a step; a collective.
+        """Writes the line of a step and returns it; a collective.
 
         Args:
             step: from 1.
-            **values: numbers that are the same on every rank.
-
-        Returns:
-            The line.
+            **values: additional metrics, equal on every rank.
 
         Raises:
-            ValueError: not one completion of the step could be scored, on any rank.
+            ValueError: no completion of the step was scored, on any rank.
         """
         own = self.take() | {
             "memory": devices.peak_memory_gib(self.gpus),
@@ -217,37 +204,28 @@ class Log(StepMetrics):
         return line
 
     def evaluation_due(self, cfg: Any) -> bool:
-        """Whether to evaluate before the first step: a new run, or one whose service stayed away in an evaluation.
-
-        Args:
-            cfg: the Config.
-        """
+        """Whether to evaluate before the first step: a new run, or an outage cut an evaluation."""
         if not (cfg.eval_data and cfg.eval_every) or self._evaluated:
             return False
         return self._start % cfg.eval_every == 0 or self._start == cfg.steps
 
     def eval(self, step: int, **values: float) -> None:
-        """Writes the line of an evaluation.
-
-        Args:
-            step: steps done.
-            **values: results by name, the same on every rank.
-        """
+        """Writes the line of an evaluation after `step`; values are equal on every rank."""
         if self.is_main:
             self._write({"step": step, **values})
-            self.say(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in values.items()))
+            self.print_above_bar(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in values.items()))
 
     def samples(
         self, step: int, examples: list[Example], completions: list[str], rewards: list[float], show: bool
     ) -> None:
-        """Writes completions to read: the first one of each of the first few prompts.
+        """Writes samples to read: the first completion of each of the first NUM_SAMPLES prompts.
 
         Args:
             step: from 1.
             examples: P prompts.
-            completions: B texts, those of a prompt side by side.
+            completions: P * G texts, the completions of a prompt side by side.
             rewards: one per completion.
-            show: print them as well.
+            show: print them, too.
         """
         if not self.is_main:
             return
@@ -259,11 +237,11 @@ class Log(StepMetrics):
             line |= {"id": example.columns["id"]} if "id" in example.columns else {}
             lines.append(json.dumps({**line, "reward": _finite(reward)}, ensure_ascii=False) + "\n")
             if show:
-                self.say(f"step {step}, reward {reward:.3g}, answer {example.answer!r}: {completion!r}")
+                self.print_above_bar(f"step {step}, reward {reward:.3g}, answer {example.answer!r}: {completion!r}")
         storage.append(self.out_dir / "samples.jsonl", "".join(lines))
 
-    def say(self, text: str) -> None:
-        """Prints a line without tearing the progress bar."""
+    def print_above_bar(self, text: str) -> None:
+        """Prints a line on rank 0 above the progress bar, without breaking it."""
         if self.is_main:
             self._bar.write(text)
 
@@ -274,7 +252,7 @@ class Log(StepMetrics):
             self._bar.close()
 
     def _warn(self, line: dict[str, Any]) -> None:
-        """Says what makes a step worth nothing, the first time it is seen."""
+        """Warns, once per cause, that nothing can be learned from a step."""
         causes = {
             "truncated": "every completion was cut off: raise max_new_tokens, or ask for shorter answers",
             "zero_std": "the rewards of every group are equal, so there is nothing to learn: is the task too hard, too "
@@ -284,9 +262,10 @@ class Log(StepMetrics):
         for name, cause in causes.items():
             if line.get(name) == 1.0 and name not in self._warned:
                 self._warned.add(name)
-                self.say(f"warning: step {line['step']}: {cause}")
+                self.print_above_bar(f"warning: step {line['step']}: {cause}")
 
     def _write(self, line: dict[str, Any]) -> None:
+        """Appends a line to metrics.jsonl and TensorBoard."""
         line = {name: _finite(value) for name, value in line.items()}
         storage.append(self.out_dir / "metrics.jsonl", json.dumps(line, allow_nan=False) + "\n")
         for name, value in line.items():
@@ -295,13 +274,11 @@ class Log(StepMetrics):
 
 
 def mean_scored(parts: Iterable[torch.Tensor]) -> float:
-    """Mean reward of an evaluation, over all ranks; says how many completions have none; a collective.
+    """Mean reward of an evaluation over all ranks, NaN if nothing was scored; a collective.
 
     Args:
-        parts: [E] fp32 each, NaN for completions that were not scored; a rank may have none.
-
-    Returns:
-        The mean; NaN if nothing was scored.
+        parts: [E] fp32 each, NaN for unscored completions, which are counted in a warning; a rank
+            may have no parts.
     """
     parts = list(parts)
     total = distributed.sum_over_ranks(sum(part.nansum().item() for part in parts))
@@ -313,7 +290,7 @@ def mean_scored(parts: Iterable[torch.Tensor]) -> float:
 
 
 def _to_host(values: list[float | torch.Tensor]) -> list[float]:
-    """All numbers of a step at once: each transfer by itself would wait for the GPU."""
+    """Copies all numbers of a step to the host, with one sync per device, not per number."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -323,7 +300,7 @@ def _to_host(values: list[float | torch.Tensor]) -> list[float]:
 
 
 def _by_name(keys: Iterable[tuple[str, Any]], numbers: Iterator[float]) -> dict[str, float]:
-    """The next numbers, one for each (name, device), summed over devices."""
+    """Takes one number per (name, device) key and sums over devices."""
     sums: dict[str, float] = {}
     for name, _ in keys:
         sums[name] = sums.get(name, 0.0) + next(numbers)
@@ -331,27 +308,25 @@ def _by_name(keys: Iterable[tuple[str, Any]], numbers: Iterator[float]) -> dict[
 
 
 def keep_lines(path: Path, last_step: int) -> None:
-    """Drops the lines of a JSONL file that a resumed run will write again, and a line cut off by a kill; says both.
+    """Removes the lines after `last_step` from a JSONL file, and any line cut off by a kill.
 
-    Args:
-        path: the file; it may be absent.
-        last_step: lines of later steps go.
+    Prints what it removed. A missing file is left missing.
     """
     if not path.exists():
         return
-    kept, again = [], 0
+    kept, removed = [], 0
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             keep = json.loads(line)["step"] <= last_step
-            again += not keep
-        except (ValueError, KeyError, TypeError, RecursionError):  # a kill cut it off, or it is not ours
+            removed += not keep
+        except (ValueError, KeyError, TypeError, RecursionError):  # cut off, or not ours
             keep = False
             if line:
                 print(f"warning: {path}: a line that is not one of a step is dropped: {line[:80]!r}")
         if keep:
             kept.append(line + "\n")
-    if again:
-        print(f"{path}: removed {again} lines of steps that are taken again")
+    if removed:
+        print(f"{path}: removed {removed} lines of steps that are taken again")
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(kept), encoding="utf-8")
     storage.sync(temporary)
@@ -365,5 +340,5 @@ def _has_evaluation(path: Path, step: int) -> bool:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: None says that there was nothing to average."""
+    """The value, or None if it is NaN or infinite, which JSON cannot hold."""
     return None if isinstance(value, float) and value - value != 0.0 else value

@@ -1,4 +1,7 @@
-"""Rules for the options that training scripts share; each script adds its own in `__post_init__`."""
+"""Rules for the options that training scripts share; each script adds its own in `__post_init__`.
+
+Every rule raises a ValueError.
+"""
 
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -9,24 +12,17 @@ from common.model import lora
 
 
 def check(cfg: Any) -> None:
-    """Requires what must hold for the options of every training script.
-
-    Args:
-        cfg: a `settings.Settings`.
-
-    Raises:
-        ValueError: a rule is broken.
-    """
+    """Checks the options of any training script, a `settings.Settings`."""
     require_numbers(vars(cfg))
     kinds = get_type_hints(type(cfg))
     one_of(cfg, **{name: get_args(kind) for name, kind in kinds.items() if get_origin(kind) is Literal})
-    at_least(cfg, 0, *(name for name, kind in kinds.items() if kind in (int, float)))  # none has a meaning below 0
+    at_least(cfg, 0, *(name for name, kind in kinds.items() if kind in (int, float)))
     at_least(cfg, 1, "steps", "batch_size", "group_size", "num_minibatches", "micro_batch_tokens", "max_new_tokens")
     at_least(cfg, 1, "max_prompt_tokens", "save_every", "keep_checkpoints", "eval_examples", "collapse_steps")
     above_zero(cfg, "temperature")
     require(cfg.max_grad_norm > 0, f"max_grad_norm = {cfg.max_grad_norm}", "must be above 0", "inf: no clipping")
     lora.check(cfg)
-    sampling.Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.min_p)  # has rules of its own
+    sampling.Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.min_p)  # checks its arguments
     rows, what = cfg.batch_size * cfg.group_size, "completions of a step"
     if getattr(cfg, "off_policy", False):
         rows, what = cfg.batch_size, "answers of an off-policy step"
@@ -42,13 +38,10 @@ def check(cfg: Any) -> None:
 
 
 def check_rl(cfg: Any) -> None:
-    """Requires what must hold for the options of reinforcement learning, those of `check` too.
+    """Checks the options of reinforcement learning, in addition to `check`.
 
     Args:
         cfg: a `settings.RLSettings`, or a `settings.RewardSettings` with `epochs`.
-
-    Raises:
-        ValueError: a rule is broken.
     """
     check(cfg)
     at_least(cfg, 2, "group_size")  # a group of one has no baseline
@@ -72,28 +65,13 @@ def check_rl(cfg: Any) -> None:
 
 
 def no_longer_than_completions(cfg: Any, name: str) -> None:
-    """Requires a number of tokens to be at most `max_new_tokens`.
-
-    Args:
-        cfg: a Config.
-        name: of its field.
-
-    Raises:
-        ValueError: it is larger.
-    """
+    """Requires the field `name`, a number of tokens, to be at most `max_new_tokens`."""
     value, limit = getattr(cfg, name), cfg.max_new_tokens
     require(value <= limit, f"{name} = {value}", f"must be at most max_new_tokens = {limit}", "lower it")
 
 
 def check_grpo(cfg: Any) -> None:
-    """Requires what must hold for the losses of GRPO, and `check_rl`.
-
-    Args:
-        cfg: the Config of a GRPO script.
-
-    Raises:
-        ValueError: a rule is broken.
-    """
+    """Checks the options of a GRPO script, in addition to `check_rl`."""
     check_rl(cfg)
     above_zero(cfg, "cispo_cap")
     require(cfg.dual_clip == 0 or cfg.dual_clip > 1, f"dual_clip = {cfg.dual_clip}", "must be above 1",

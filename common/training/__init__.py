@@ -1,4 +1,5 @@
-"""What an update needs besides a loss: AdamW, micro-batches that fit into memory, sharding, offloading.
+"""What an update needs besides a loss: AdamW, micro-batch sizes, sharding, offloading.
 
-May import: base, maths, tasks, model. Start with optim.py, then budgets.py (what happens when memory runs out).
+May import: base, maths, tasks, model. Start with optim.py, then budgets.py (out of memory in an
+update).
 """

@@ -1,23 +1,28 @@
-"""Converts poster datasets that you have to records for training.
+"""Converts public poster datasets, which you download yourself, to records for training.
 
 Run:   python grpo/poster/convert.py --format pku --input train_csv_9973.csv --images data/pku/canvas \
            --output data/pku/rows.jsonl
 Formats:
-  pku     csv with one element per line: poster_path, total_elem, cls_elem, box_elem = "[left, top, right, bottom]" in
-          px; classes 1 text, 2 logo, 3 underlay. Class 0 (no element) is skipped.
-  cgl     the same columns with classes 1 logo, 2 text, 3 underlay, 4 embellishment, 5 highlighted text; or the JSON
-          with "images" and "annotations", boxes [left, top, width, height].
-  crello  JSON lines, or one JSON list, of posters with a list per attribute: canvas_width, canvas_height, type, left,
-          top, width, height; optional: text, font_size, color, align, opacity, src. Types are names, not class numbers.
-  boxes   the same with a list of elements: {"canvas": {"width", "height"}, "elements": [{"type", "box": [left, top,
-          right, bottom], "text", ..}]}; instead of a box also x or left, y or top, width, height.
-Boxes may be in px or in shares of the canvas: shares, if no coordinate of a poster is larger than 1.5.
-Missing attributes are invented: texts ("Text 1"), their sizes, colours that are legible on the background, and a brief
-that lists texts, sizes and images. Elements of pku and cgl have no order: underlays go below, texts on top.
-Images are stored as paths relative to the output, which must therefore be beside or above them.
+  pku     CSV with one element per line: poster_path, total_elem, cls_elem, box_elem = "[left, top,
+          right, bottom]" in px; classes 1 text, 2 logo, 3 underlay. Class 0 (no element) is skipped.
+  cgl     the same columns with classes 1 logo, 2 text, 3 underlay, 4 embellishment, 5 highlighted
+          text; or the JSON with "images" and "annotations", boxes [left, top, width, height].
+  crello  JSON lines, or one JSON list, of posters with a list per attribute: canvas_width,
+          canvas_height, type, left, top, width, height; optional: text, font_size, color, align,
+          opacity, src. Types are names, not class numbers.
+  boxes   the same with a list of elements: {"canvas": {"width", "height"}, "elements": [{"type",
+          "box": [left, top, right, bottom], "text", ..}]}; or, instead of a box, x or left, y or top,
+          width, height.
+Boxes may be in px or in shares of the canvas. They are shares if no coordinate of a poster is larger
+than 1.5.
 
-Nothing is shipped or downloaded. Mind the licences: PKU PosterLayout requires a signed agreement, CGL is for
-non-commercial research, and the rights to Crello-like templates stay with their designers.
+Missing attributes are filled in: texts ("Text 1"), font sizes, colours that are legible on the
+background, and a brief that lists texts, sizes and images. Elements of pku and cgl have no order:
+underlays go below, texts on top. Records name images by paths relative to the output file, which
+must be beside or above the images.
+
+Nothing is shipped or downloaded. Mind the licences: PKU PosterLayout requires a signed agreement,
+CGL is for non-commercial research, and the rights to Crello-like templates stay with their designers.
 """
 
 import ast
@@ -166,7 +171,7 @@ def _json_posters(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _load_json(path: Path) -> Any:
-    """The value of a JSON file."""
+    """Reads a JSON file."""
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
@@ -251,7 +256,7 @@ def _relative(name: str, cfg: Config) -> str:
 def _with_text(
     layer: dict[str, Any], text: str, below: list[dict[str, Any]], photo: Image.Image | None, background: str
 ) -> dict[str, Any]:
-    """Adds to a text layer its text, a font size that fits, and a colour that is legible on the layers below."""
+    """Adds text, a fitting font size and a colour legible on the layers below to a text layer."""
     size = min(layer["height"] / 1.3, layer["width"] / (0.65 * len(text)))
     layer = layer | {"text": text, "font_size": layer.get("font_size", round(size, 2))}
     x, y = layer["x"] + layer["width"] / 2, layer["y"] + layer["height"] / 2
@@ -267,7 +272,7 @@ def _with_text(
 
 
 def _brief(truth: dict[str, Any], seed: str) -> str:
-    """The brief of a poster: canvas, texts in shuffled order, images, and the number of other elements."""
+    """The brief of a poster: canvas, texts in shuffled order, images, number of other elements."""
     canvas, layers = truth["canvas"], truth["layers"]
     lines = [f'text {layer["font_size"]:.0f}px "{layer["text"]}"' for layer in layers if layer["type"] == "text"]
     random.Random(seed).shuffle(lines)

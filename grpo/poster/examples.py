@@ -1,4 +1,4 @@
-"""Poster records as examples of a training script, and the input images that belong to them."""
+"""Turns poster records into examples of a training script, and opens their input images."""
 
 import json
 from collections.abc import Sequence
@@ -15,14 +15,16 @@ from grpo.poster import records
 
 
 def load_examples(cfg: Any, source: str, split: str, tokenizer: Any, processor: Any | None) -> list[Example]:
-    """Reads records; for a policy with images, prompts are as long as the images make them.
+    """Reads records and drops those with too long prompts or too many images.
+
+    With a processor, prompts contain the placeholder tokens of their images.
 
     Args:
-        cfg: the Config of grpo/poster/poster_grpo.py.
-        source: "synthetic:0" and the like, or a .jsonl file of records.
-        split: "train" or "test", of synthetic records.
+        cfg: Config of grpo/poster/poster_grpo.py.
+        source: "synthetic:LEVEL", or a .jsonl file of records.
+        split: "train" or "test", for synthetic records.
         tokenizer: of the policy.
-        processor: of a policy that sees images; None: it does not.
+        processor: of a vision-language policy; None: a text policy.
 
     Raises:
         ValueError: no prompt is within `max_prompt_tokens` and `max_images`.
@@ -36,19 +38,19 @@ def load_examples(cfg: Any, source: str, split: str, tokenizer: Any, processor: 
         sizes = [[records.image_size(ref, folder) for ref in rows[i]["images"]] for i in kept]
         ids = [images.encode(processor, records.messages(rows[i], with_images=True), own)
                for i, own in zip(kept, sizes, strict=True)]  # fmt: skip
-    found = []
+    examples = []
     for i, prompt_ids in zip(kept, ids, strict=True):
         columns = {name: rows[i][name] for name in ("id", "images", "extra_info")}
         truth = rows[i]["ground_truth"]
         truth = truth if isinstance(truth, str) else json.dumps(truth)
         if len(prompt_ids) <= cfg.max_prompt_tokens:
-            found.append(Example(i, rows[i]["prompt"], prompt_ids, truth, columns))
-    shortest = min(map(len, ids), default=0)
-    require(bool(found), f"max_prompt_tokens = {cfg.max_prompt_tokens}, max_images = {cfg.max_images}", f"no prompt of "
-            f"{source} fits", f"the shortest has {shortest} tokens; raise one, or lower max_pixels")  # fmt: skip
-    if dropped := len(rows) - len(found):
+            examples.append(Example(i, rows[i]["prompt"], prompt_ids, truth, columns))
+    limits = f"max_prompt_tokens = {cfg.max_prompt_tokens}, max_images = {cfg.max_images}"
+    remedy = f"the shortest has {min(map(len, ids), default=0)} tokens; raise one, or lower max_pixels"
+    require(bool(examples), limits, f"no prompt of {source} fits", remedy)
+    if dropped := len(rows) - len(examples):
         print_main(f"{source}: dropped {dropped} of {len(rows)} prompts: too long, or too many images")
-    return found
+    return examples
 
 
 def open_images(examples: Sequence[Example], source: str, processor: Any | None) -> list[list[Image.Image | None]]:
@@ -56,13 +58,13 @@ def open_images(examples: Sequence[Example], source: str, processor: Any | None)
 
     Args:
         examples: P records.
-        source: where the records come from.
-        processor: of a policy that sees images; None: synthetic images stay closed, since the reward service draws
-            them itself.
+        source: of the records.
+        processor: of a vision-language policy; None: synthetic images are None, since the reward
+            service draws them itself.
     """
     folder = records.folder_of(source)
 
-    def opened(ref: str) -> Image.Image | None:
+    def open_image(ref: str) -> Image.Image | None:
         return records.open_image(ref, folder) if processor or not ref.startswith("synthetic:") else None
 
-    return [[opened(ref) for ref in example.columns["images"]] for example in examples]
+    return [[open_image(ref) for ref in example.columns["images"]] for example in examples]

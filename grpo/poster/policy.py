@@ -16,11 +16,12 @@ from common.tasks.data import Example
 
 
 class PosterPolicy(Policy):
-    """A `Policy` that may see images.
+    """A `Policy` for text, or for text and images.
 
     Attributes:
-        processor: of a policy that sees images; None: it does not.
-        suppressed_ids: vision tokens, which are never sampled and have no probability.
+        processor: of a vision-language policy; None: a text policy.
+        suppressed_ids: vision tokens, which are never sampled and have probability 0.
+        trains_vision: whether the vision tower is trained.
     """
 
     def __init__(
@@ -29,19 +30,19 @@ class PosterPolicy(Policy):
         """Loads the policy.
 
         Args:
-            cfg: the Config of grpo/poster/poster_grpo.py.
-            name: model to begin with, hub id or folder.
-            gpus: where it lives.
-            resumed: checkpoint to take the weights from.
-            processor: see above.
+            cfg: Config of grpo/poster/poster_grpo.py.
+            name: hub id or folder of the starting model.
+            gpus: its devices.
+            resumed: checkpoint to load weights from.
+            processor: of a vision-language policy; None: a text policy.
 
         Raises:
-            ValueError: a vision tower that is to be trained, with adapters or shards.
+            ValueError: the vision tower cannot be trained with LoRA or FSDP.
         """
         self.load(cfg, name, gpus, resumed)
         self.processor, self.suppressed_ids = processor, images.vision_ids(self.model)
         if processor:
-            processor.tokenizer = self.tokenizer  # whose padding may have been repaired; it is saved with the policy
+            processor.tokenizer = self.tokenizer  # saved with the policy, padding repaired
             if cfg.freeze_vision:
                 images.freeze_vision(self.model)
         require(not processor or cfg.freeze_vision or not (self.sharded or cfg.lora_rank), "freeze_vision = False",
@@ -50,28 +51,29 @@ class PosterPolicy(Policy):
                                     suppressed_ids=self.suppressed_ids))  # fmt: skip
         self.trains_vision = bool(processor) and not cfg.freeze_vision
 
-    def see(self, examples: Sequence[Example], pictures: Sequence[Sequence[Image.Image]]) -> Images | None:
-        """Vision features of prompts, computed once per prompt; None for a policy without images.
+    def vision_features(self, examples: Sequence[Example], pictures: Sequence[Sequence[Image.Image]]) -> Images | None:
+        """Vision features of P prompts, computed once per prompt; None for a text policy.
 
         Args:
             examples: P prompts.
-            pictures: input images of each.
+            pictures: input images of each prompt.
         """
-        return self._seen_by(self.whole, examples, pictures) if self.processor else None
+        return self._features(self.whole, examples, pictures) if self.processor else None
 
-    def seen_by(
+    def reference_features(
         self, reference: Reference, examples: Sequence[Example], pictures: Sequence[Sequence[Image.Image]]
     ) -> Images | None:
-        """Vision features for a reference, if its vision tower is another one than the policy's by now.
+        """Vision features from the reference's own vision tower; None if it equals the policy's.
 
         Args:
             reference: of the run.
             examples: P prompts.
-            pictures: input images of each.
+            pictures: input images of each prompt.
         """
         if not self.trains_vision or reference.frozen is None:
             return None
-        return self._seen_by(reference.frozen, examples, pictures)
+        return self._features(reference.frozen, examples, pictures)
 
-    def _seen_by(self, model: Any, examples, pictures) -> Images:
+    def _features(self, model: Any, examples, pictures) -> Images:
+        """Vision features from the vision tower of `model`."""
         return Images.of(model, self.processor, [e.prompt_ids for e in examples], pictures)

@@ -158,14 +158,14 @@ def main(cfg: Config, rewards=REWARDS) -> None:
             examples_P = prompts.next()
             with run.phase("rollout"):
                 pictures_P = open_images(examples_P, cfg.train_data, processor)
-                seen = policy.see(examples_P, pictures_P)  # vision features, once per prompt
+                seen = policy.vision_features(examples_P, pictures_P)  # vision features, once per prompt
                 batch = run.batch = run.take_pending(seen) or sampler.rollout(examples_P, step, images=seen)
 
             # 2. score: rewards, and meanwhile log-probs; rewards stay rewards, advantages get their own name
             scoring = background.start(scorer.score, examples_P, pictures_P, batch)
             minibatches = trainer.minibatches(batch)
             with run.phase("logprobs", policy.sharded):
-                seen = policy.seen_by(reference, examples_P, pictures_P)
+                seen = policy.reference_features(reference, examples_P, pictures_P)
                 fill_logps(minibatches, policy, reference, trainer.tokens, seen)
             with run.phase("score"):
                 scored = scoring.result()
@@ -191,7 +191,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
                 log.samples(step, examples_P, scored.completions, scored.rewards.tolist(), cfg.print_samples)
             if run.eval_due(step):
                 log.eval(step, **evaluate(cfg, sampler, policy, scorer, eval_examples))
-            stop = run.stop_asked()
+            stop = run.stop_requested()
             if stop or run.save_due(step):
                 run.save()
             if stop:

@@ -1,10 +1,11 @@
-"""HTTP service of poster rewards: structure, accuracy and visual quality of a layout against its ground truth.
+"""HTTP service that scores posters: structure, accuracy and visual quality against a ground truth.
 
 Run:   python grpo/poster/reward_server.py          on the CPU (--help lists all options)
        CUDA_VISIBLE_DEVICES=7 python grpo/poster/reward_server.py --scorer visualquality_r1
        bash scripts/start_poster_training_with_reward_server.sh      together with a training run
-Wire:  POST /compute_reward {"solution_str", "ground_truth", "extra_info"} and /compute_reward_batch {"items": [...]}:
-       grpo/poster/items.py has the format and the errors.  GET /health /livez /info /metrics
+Wire:  POST /compute_reward {"solution_str", "ground_truth", "extra_info"}
+       POST /compute_reward_batch {"items": [...]}; grpo/poster/items.py documents format and errors
+       GET /health /livez /info /metrics
 A malformed poster scores 0. If the service fails, the answer is an error, never a score.
 """
 
@@ -32,7 +33,7 @@ from grpo.poster.worker import Rewards
 
 @dataclass(frozen=True)
 class Config:
-    """HTTP service of poster rewards. Editing a line and passing --name value are the same."""
+    """HTTP service that scores posters. Editing a line and passing --name value are the same."""
 
     scorer: str = "cpu"  # visual scorer: "cpu", "visualquality_r1", "package.module:factory" or "file.py:factory"
     scorer_options: str = "{}"  # more options of the scorer, a JSON object
@@ -68,8 +69,8 @@ class Config:
         total = self.structure_weight + self.accuracy_weight + self.visual_weight
         require(0 < total < float("inf"), f"weights with the sum {total}", "must be finite and above 0", "raise one")
         require(0 <= self.visual_alpha <= 1, f"visual_alpha = {self.visual_alpha}", "must be from 0 to 1", "try 0.5")
-        given = isinstance(_json(self.scorer_options), dict)
-        require(given, f"scorer_options = {self.scorer_options!r}", "must be a JSON object", "write '{\"name\": 1}'")
+        valid = isinstance(_json(self.scorer_options), dict)
+        require(valid, f"scorer_options = {self.scorer_options!r}", "must be a JSON object", "write '{\"name\": 1}'")
         for name in ("token_file", "asset_root"):
             path = getattr(self, name)
             require(not path or Path(path).exists(), f"{name} = {path!r}", "is not there", "correct the path")
@@ -85,8 +86,8 @@ class Config:
     def secret(self) -> str:
         """The token, from option, file or environment."""
         from_file = Path(self.token_file).read_text() if self.token_file else ""
-        given = (self.token, from_file, os.environ.get("RL_HAND_REWARD_TOKEN", ""))
-        return next(filter(None, map(str.strip, given)), "")
+        sources = (self.token, from_file, os.environ.get("RL_HAND_REWARD_TOKEN", ""))
+        return next(filter(None, map(str.strip, sources)), "")
 
     @property
     def weights(self) -> dict[str, float]:
@@ -101,7 +102,7 @@ class Config:
 
     @property
     def hosts(self) -> set[str] | None:
-        """Host names that clients may use for this machine; None: any, since they need the token."""
+        """Host names that clients may use for this machine; None: any, given the token."""
         names = {name.strip().lower() for name in self.allowed_hosts.split(",") if name.strip()}
         known = {"localhost", "127.0.0.1", "::1", self.host.strip("[]").lower(), *names}
         return known if self.local or names else None
@@ -121,6 +122,7 @@ class Config:
 
 
 def _json(text: str) -> Any:
+    """Parses JSON; None if it is invalid."""
     try:
         return json.loads(text)
     except ValueError:
@@ -128,7 +130,7 @@ def _json(text: str) -> Any:
 
 
 def main(cfg: Config) -> None:
-    """Opens the port, then loads the scorer and scores in this thread; until then /health answers "loading"."""
+    """Opens the port, then loads and runs the scorer in this thread; /health says when it is up."""
     rewards = Rewards(cfg)
     family = socket.AF_INET6 if ":" in cfg.host else socket.AF_INET
     try:

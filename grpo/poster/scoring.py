@@ -1,4 +1,4 @@
-"""Scores of posters, by the reward service or in this process, and evaluations."""
+"""Scores posters with the reward service or in this process, and evaluates policies."""
 
 import base64
 import io
@@ -19,29 +19,29 @@ from grpo.poster.examples import open_images
 from grpo.poster.local import LocalRewards
 from grpo.poster.policy import PosterPolicy
 
-THUMBNAIL = 384  # pixels, long side of the copies of input images that go to the service
+THUMBNAIL = 384  # pixels on the long side of input images sent to the service
 
 
 class PosterScorer:
-    """Scores posters; functions of the script add to the score."""
+    """Scores posters; the reward functions of the script add to the score."""
 
     def __init__(
         self, cfg: Any, tokenizer: Any, functions: Sequence[tuple[Callable, float]], resumed: Path | None = None
     ):
-        """Finds the reward service, if the configuration names one.
+        """Connects to the reward service, if the configuration names one.
 
         Args:
-            cfg: the Config of grpo/poster/poster_grpo.py.
+            cfg: Config of grpo/poster/poster_grpo.py.
             tokenizer: of the policy.
-            functions: reward functions and their weights.
-            resumed: checkpoint; the run goes on with the service that it began with.
+            functions: pairs of reward function and weight.
+            resumed: checkpoint; the service must be the one that it was saved with.
         """
         self.cfg, self.tokenizer, self.functions = cfg, tokenizer, functions
         self.service = find_service(cfg, resumed) if cfg.reward_url else LocalRewards(cfg.coord_space)
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What a checkpoint keeps, to refuse another service when the run is resumed."""
+        """What a checkpoint records, so that a resumed run can refuse another service."""
         return {"reward_service": self.service.fingerprint if self.cfg.reward_url else None}
 
     def score(
@@ -51,31 +51,32 @@ class PosterScorer:
 
         Args:
             examples_P: prompts.
-            pictures_P: their input images.
-            batch: completions, an equal number for each prompt.
+            pictures_P: input images of each prompt.
+            batch: B completions, equally many per prompt.
 
         Returns:
-            Their texts, rewards [B], and the parts of the reward by name.
+            Their texts, rewards [B], and parts of the reward [B] by name.
         """
         group_size = len(batch) // len(examples_P)
         completions_B, answers_B, columns = collate(examples_P, batch, self.tokenizer)
         if self.cfg.send_images:
-            extra_P = [{**e.columns["extra_info"], "images": [*map(sent, e.columns["images"], pictures)]}
+            extra_P = [{**e.columns["extra_info"], "images": [*map(encode_image, e.columns["images"], pictures)]}
                        for e, pictures in zip(examples_P, pictures_P, strict=True)]  # fmt: skip
             columns["extra_info"] = [extra for extra in extra_P for _ in range(group_size)]
         parts = self.service.scores(completions_B, answers_B, columns, group_size)
         return Scored(completions_B, *rewards.score(self.functions, completions_B, answers_B, columns, extra=parts))
 
 
-def sent(reference: str, picture: Image.Image | None) -> str:
-    """An input image as the service takes it: a synthetic one by its name, others as a small copy.
+def encode_image(ref: str, picture: Image.Image | None) -> str:
+    """Encodes an input image for the service: a synthetic one as its name, others as a base64
+    thumbnail.
 
     Args:
-        reference: of the image in its record.
-        picture: opened.
+        ref: name of the image in its record.
+        picture: the opened image; may be None for a synthetic one.
     """
-    if reference.startswith("synthetic:"):
-        return reference
+    if ref.startswith("synthetic:"):
+        return ref
     small, file = picture.copy(), io.BytesIO()
     small.thumbnail((THUMBNAIL, THUMBNAIL))
     small.save(file, "PNG")
@@ -85,22 +86,23 @@ def sent(reference: str, picture: Image.Image | None) -> str:
 def evaluate(
     cfg: Any, sampler: Sampler, policy: PosterPolicy, scorer: PosterScorer, examples: Sequence[Example]
 ) -> dict[str, float]:
-    """Mean reward of greedy completions and means of its parts, over the examples of all ranks; a collective.
+    """Mean reward of greedy completions, and of its parts, over the examples of all ranks; a
+    collective.
 
     Args:
-        cfg: the Config of grpo/poster/poster_grpo.py.
-        sampler: gives the completions.
-        policy: sees the input images.
-        scorer: scores them.
+        cfg: Config of grpo/poster/poster_grpo.py.
+        sampler: samples completions.
+        policy: computes the features of input images.
+        scorer: scores completions.
         examples: of this rank.
     """
     sums: dict[str, tuple[float, int]] = {}
     with distributed.share_errors("evaluate"):
-        # images of many prompts take memory
+        # smaller parts with images, whose features take memory
         size = max(1, cfg.batch_size * cfg.group_size // (4 if policy.processor else 1))
         for part in [examples[i : i + size] for i in range(0, len(examples), size)]:
             pictures = open_images(part, cfg.eval_data, policy.processor)
-            batch = sampler.sample_one(part, temperature=0, images=policy.see(part, pictures))
+            batch = sampler.sample_one(part, temperature=0, images=policy.vision_features(part, pictures))
             scored = scorer.score(part, pictures, batch)
             for name, values in {"reward": scored.rewards, **scored.by_function}.items():
                 known = values[~values.isnan()]

@@ -1,10 +1,12 @@
-"""Supervised fine-tuning of poster policies on good posters, so that RL starts with JSON that parses.
+"""Supervised fine-tuning of a poster policy, so that RL starts with completions that parse as JSON.
 
 Run:   python grpo/poster/supervised.py                 the built-in policy and posters, seconds on a CPU
        python grpo/poster/supervised.py --policy_model Qwen/Qwen2.5-0.5B-Instruct --train_data synthetic:1 \
            --learning_rate 1e-5 --steps 300             then train on with --policy_model runs/supervised/policy
-Dims:  P posters per step, m of them in one forward, C completion tokens
-A vision-language model sees the input images; its vision tower is frozen.
+Dims:  P posters per step, m posters in one forward, C completion tokens
+
+The targets are the ground-truth posters of the records. A vision-language model sees the input
+images; its vision tower stays frozen.
 """
 
 import random
@@ -29,7 +31,7 @@ from grpo.poster import records, synthetic, toys
 
 @dataclass(frozen=True)
 class Config:
-    """Supervised fine-tuning of poster policies. Editing a line and passing --name value are the same."""
+    """Supervised fine-tuning for posters. Editing a line and passing --name value are the same."""
 
     policy_model: str = "toy-poster"  # built-in, or toy-poster-vlm; or a hub id or folder, with or without vision
     train_data: str = "synthetic:0"  # "synthetic:LEVEL", or a .jsonl file of records
@@ -60,7 +62,7 @@ class Config:
 def encode(
     rows: list[dict[str, Any]], reader: PreTrainedTokenizerBase | ProcessorMixin, folder: Path
 ) -> list[tuple[list[int], list[int]]]:
-    """Token ids of the prompt and of the good poster of every record, including the end token.
+    """Token ids of the prompt and of the target poster of every record, including the end token.
 
     Args:
         rows: from `records.read`.

@@ -1,8 +1,8 @@
 """Modules that all scripts import, in rooms (sub-packages).
 
-From the ground up: base and maths; tasks; model; generation and training; run, distill and planning;
-loop. A room imports only rooms below it (tests/test_rooms.py). Each `__init__.py` says what lives in
-its room and where to start reading.
+From the ground up: base and maths; tasks; model; generation and training; run, distill and
+planning; loop. A room imports only rooms below it (tests/test_rooms.py). Each `__init__.py` says
+what lives in its room and where to start reading.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""HTTP server of a teacher on its own GPUs: top-k log-probabilities and completions for GKD scripts.
+"""HTTP server of a teacher with GPUs of its own: top-k log-probabilities and completions for GKD.
 
 Run:   bash scripts/start_teacher.sh --gpus 2,3 -- --teacher_model Qwen/Qwen2.5-7B-Instruct
        python gkd/teacher_server.py      on all visible GPUs, or the CPU (--help lists all options)

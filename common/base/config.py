@@ -24,15 +24,15 @@ T = TypeVar("T")
 
 def comments(cls: type) -> dict[str, str]:
     """Trailing comment of every field of a dataclass, without the "#"; "" if there is none."""
-    found = {}
+    texts = {}
     for base in _dataclasses(cls):
         source = textwrap.dedent(inspect.getsource(base))
         tokens = tokenize.generate_tokens(io.StringIO(source).readline)
         by_line = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
         fields = [node for node in ast.parse(source).body[0].body if isinstance(node, ast.AnnAssign)]
         own = {node.target.id: by_line.get(node.end_lineno, "") for node in fields}
-        found = {**own, **found}  # a subclass may redefine an inherited field
-    return found
+        texts = {**own, **texts}  # a subclass may redefine an inherited field
+    return texts
 
 
 def _dataclasses(cls: type) -> list[type]:
@@ -51,8 +51,7 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
         argv: default: the arguments of the process.
 
     Raises:
-        SystemExit: code 2, for an unknown option (the closest name is suggested) or an invalid
-            value.
+        SystemExit: code 2, for an invalid value or an unknown option; suggests the closest name.
     """
     parser = argparse.ArgumentParser(description=cls.__doc__, allow_abbrev=False)
     helps, types = comments(cls), get_type_hints(cls)

@@ -1,5 +1,4 @@
-"""Checks the GPU constants at the top of a script and turns them into devices, before anything
-loads.
+"""Turns the GPU constants at the top of a script into devices, and checks them before loading.
 
 Also: GPU synchronization, peak and free memory, a memory limit, and pinned CPU memory.
 """
@@ -67,8 +66,8 @@ class Layout:
 
     def of(self, role: str) -> tuple[torch.device, ...]:
         """Devices of a role, a key of CONSTANTS."""
-        found = self.trained if role in ("policy", "student") else getattr(self, role)
-        return found if isinstance(found, tuple) else (found,)
+        devices = self.trained if role in ("policy", "student") else getattr(self, role)
+        return devices if isinstance(devices, tuple) else (devices,)
 
 
 def gpu_numbers(
@@ -79,19 +78,17 @@ def gpu_numbers(
     Args:
         roles: the script's constants by role (keys of CONSTANTS), the trained role first. None
             means, for the trained role: one process per GPU, each on the GPU of its local rank; for
-            "rollout": the trained replicas sample; for other roles: the first GPU of the trained
-            role.
+            "rollout": the trained GPUs sample; for other roles: the first trained GPU.
         local_rank: rank of the process on this machine.
         ranks: number of processes in the run.
 
     Raises:
-        ValueError: a constant is not a GPU number or a tuple of them, or the combination is
-            invalid.
+        ValueError: a constant is not a GPU number or a tuple of them; or they contradict.
     """
     trained = next(iter(roles))
     lines = {role: f"{CONSTANTS[role]} = {value!r}" for role, value in roles.items()}
-    one = ("reference", "reward")
-    given = {role: (value,) if role in one else value for role, value in roles.items() if value is not None}
+    single = ("reference", "reward")
+    given = {role: (value,) if role in single else value for role, value in roles.items() if value is not None}
     valid = all(_are_numbers(ids) and (ids or role == "teacher") for role, ids in given.items())
     remedy = "edit these lines at the top of the script"
     require(valid, ", ".join(lines.values()), "must be GPU numbers from 0, none twice in a role, in tuples such as "
@@ -106,8 +103,8 @@ def gpu_numbers(
     shared = trained == "student" and set(own) & set(given.get("rollout", ()))
     require(not shared, ", ".join(lines.values()), "a GPU cannot both train the student and hold a copy that samples",
             f"set ROLLOUT_GPU_IDS to None to sample on the student's GPUs; {remedy}")  # fmt: skip
-    usual = {role: own if role in (trained, "rollout") else own[:1] for role in roles}
-    return {role: tuple(given.get(role, usual[role])) for role in roles}
+    defaults = {role: own if role in (trained, "rollout") else own[:1] for role in roles}
+    return {role: tuple(given.get(role, defaults[role])) for role in roles}
 
 
 def layout(device: str = "auto", **roles: Sequence[int] | int | None) -> Layout:
@@ -124,8 +121,8 @@ def layout(device: str = "auto", **roles: Sequence[int] | int | None) -> Layout:
     """
     require(device in ("auto", "cuda", "cpu"), f"device = {device!r}", "must be auto, cuda or cpu", "choose one")
     local_rank, processes, ranks = (
-        int(os.environ.get(name, usual))
-        for name, usual in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), ("WORLD_SIZE", 1))
+        int(os.environ.get(name, default))
+        for name, default in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), ("WORLD_SIZE", 1))
     )
     numbers = gpu_numbers(roles, local_rank, max(ranks, processes))
     trained = next(iter(roles))
@@ -191,7 +188,7 @@ def synchronize(devices: list[torch.device]) -> None:
 
 
 def peak_memory_gib(devices: list[torch.device]) -> list[float]:
-    """GiB per GPU that tensors allocated at peak since the last call; the CPU is skipped."""
+    """Peak GiB of tensors since the last call, per GPU; the CPU is skipped."""
     gpus = [d for d in devices if d.type == "cuda"]
     peaks = [round(torch.cuda.max_memory_allocated(gpu) / GIB, 3) for gpu in gpus]
     for gpu in gpus:

@@ -20,7 +20,7 @@ from common.base import wire
 from common.base.peers import Peers
 
 BUCKET_ELEMENTS = 2**26  # gradients per all-reduce
-OUTAGE_EXIT_CODE = 75  # a run saved and gave up waiting for a service: start it again (EX_TEMPFAIL)
+OUTAGE_EXIT_CODE = 75  # a run saved after an outage of a service: start it again (EX_TEMPFAIL)
 
 _peers: Peers | None = None  # set by `start`
 _phase = ""  # the phase of this rank, for the error when other ranks do not arrive
@@ -179,8 +179,7 @@ def _sum_bucket(gradients: list[torch.Tensor]) -> None:
 
 @contextmanager
 def share_errors(phase: str, collective: bool = False) -> Iterator[None]:
-    """Makes all ranks raise if one fails in the block; the other ranks' error names the failed
-    rank.
+    """Makes all ranks raise if one fails in the block; the errors of the others name it.
 
     Otherwise the ranks that did not fail would wait in their next collective until it times out.
     The block must not contain collectives, unless `collective` is set.
@@ -216,8 +215,7 @@ def share_errors(phase: str, collective: bool = False) -> Iterator[None]:
 
 
 def shutdown(code: int = 0) -> None:
-    """Flushes the output and exits with `code`, on all ranks; a no-op in a single process. Call it
-    last.
+    """Exits with `code` on all ranks, as their last call; a no-op in a single process.
 
     The process group is not destroyed. Gloo's threads may release Python objects during interpreter
     shutdown, which aborts the process; and the group's destructor waits for a thread that may be

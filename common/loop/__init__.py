@@ -1,5 +1,4 @@
-"""The parts of a training script: policy, reference, sampler, scorer, trainer, run, and its
-options.
+"""The parts of a training script: policy, reference, sampler, scorer, trainer, run, options.
 
 May import: base, maths, tasks, model, generation, training, run, distill, planning. Start with
 gspo/gspo.py, which uses most of them, then policy.py and trainer.py. Distillation adds student.py

@@ -77,8 +77,7 @@ class Policy:
         self.samplers, self.whole, self.outdated = [replicas[i] for i in gpus.sampling], self.model, True
 
     def wrap(self, wrapper: Callable[[nn.Module], nn.Module]) -> None:
-        """Wraps each replica, then shards the weights with `fsdp`; call it before creating an
-        optimizer.
+        """Wraps each replica, then shards with `fsdp`; call it before creating an optimizer.
 
         Args:
             wrapper: turns a replica into the module that the loss calls.

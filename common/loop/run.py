@@ -42,8 +42,7 @@ class Run:
             timeout_minutes: how long ranks wait for one another.
 
         Raises:
-            ValueError: an option does not fit the number of ranks, or the checkpoint does not
-                exist.
+            ValueError: an option does not fit the number of ranks, or there is no such checkpoint.
         """
         self.cfg, self.gpus, self.limits = cfg, gpus, guards
         rank, self.num_ranks = distributed.start(gpus.home, timeout_minutes)
@@ -55,8 +54,7 @@ class Run:
         set_seed(cfg.seed + rank)
 
     def require_memory(self, **known: Any) -> None:
-        """Prints predicted memory and refuses a run that cannot fit; call it before loading a
-        model.
+        """Prints predicted memory and refuses a run that cannot fit; call it before loading.
 
         Args:
             **known: facts about model and data, see `plan.require_fit`.
@@ -72,8 +70,7 @@ class Run:
         notes: Mapping[str, Any] | None = None,
         tokenizer: Any = None,
     ) -> PromptStream:
-        """Restores optimizer, random state, data position and log from the checkpoint, if there is
-        one.
+        """Restores optimizer, random state, data position and log from the checkpoint, if any.
 
         Args:
             policy: the trained model; its replicas are updated.
@@ -134,12 +131,11 @@ class Run:
 
     @contextmanager
     def phase(self, name: str, collective: bool = False) -> Iterator[None]:
-        """Times the block and makes all ranks raise if it fails on one; see
-        `distributed.share_errors`.
+        """Times the block, and shares errors between ranks; see `distributed.share_errors`.
 
         Args:
             name: of the phase; its metric is `seconds_<name>`.
-            collective: whether the block contains collectives.
+            collective: the block contains collectives.
         """
         with self.log.time(name), distributed.share_errors(name, collective):
             yield

@@ -51,8 +51,7 @@ class Sampler(rollout.Sampler):
         Args:
             examples_P: prompts of this rank.
             step: from 1; the same seed and step give the same completions.
-            numbers: positions of the prompts in the batch of all ranks; default: those of this
-                rank.
+            numbers: positions of the prompts in the batch of all ranks; default: for this rank.
             images: of the prompts.
 
         Returns:

@@ -58,8 +58,7 @@ class Scorer:
             batch: B completions, equally many per prompt.
 
         Returns:
-            Their texts, rewards [B], and rewards [B] by function, reward model or part of a
-            service.
+            Texts, rewards [B], and rewards [B] by function, reward model or part of a service.
         """
         group_size = len(batch) // len(examples_P)
         completions_B, answers_B, columns = collate(examples_P, batch, self.tokenizer)
@@ -108,8 +107,7 @@ def add_overlong_penalty(cfg: Any, scored: Scored, batch: RolloutBatch) -> None:
 
 
 def group_advantages(rewards_PG: torch.Tensor, scale: str) -> torch.Tensor:
-    """`advantages.group_advantages` of this rank's groups; "batch" scales over all ranks; a
-    collective.
+    """Advantages of this rank's groups; the scale "batch" is that of all ranks; a collective.
 
     Args:
         rewards_PG: [P, G] fp32, NaN for unscored completions.
@@ -126,11 +124,10 @@ def assign_advantages(
     batch: RolloutBatch,
     minibatches: Sequence[Sequence[RolloutBatch]],
 ) -> None:
-    """Writes advantages into micro-batches, and masks unscored rows; truncated rows as `truncated`
-    says.
+    """Writes advantages into micro-batches; masks unscored rows, and truncated ones by option.
 
     Args:
-        cfg: a `settings.Settings`.
+        cfg: a `settings.Settings`; `truncated = "mask"` masks truncated rows.
         advantages_PG: [P, G] fp32.
         scored: rewards of the batch.
         batch: P * G completions.

@@ -27,8 +27,7 @@ def check(cfg: Any) -> None:
 
 
 class SimilarityGroups:
-    """Embeds responses while log-probabilities are computed, and clusters them by cosine
-    similarity.
+    """Embeds responses in parallel with log-probabilities, and clusters them by cosine.
 
     Attributes:
         embed: the embedding model, loaded on first use.

@@ -70,8 +70,7 @@ def require_copies(cfg: Any, gpus: devices.Layout) -> None:
 
 
 def load_teacher(cfg: Any, gpus: devices.Layout, student: Student, resumed: Path | None = None) -> Any:
-    """Loads the teacher or connects to its server, and wraps the student for its loss; a
-    collective.
+    """Loads the teacher or connects to its server, and wraps the student; a collective.
 
     Args:
         cfg: Config of a GKD script.
@@ -116,11 +115,9 @@ class AnsweredScorer:
 
 
 class MixedCompletions:
-    """Completions of each step: on-policy from the student, or off-policy from the data or the
-    teacher.
+    """Completions of each step: on-policy, or off-policy from the data or the teacher.
 
-    Source: arXiv 2306.13649, Eq. 4. The choice is drawn once per step; `lmbda` is the on-policy
-    share.
+    The choice is drawn once per step; `lmbda` is the on-policy share (arXiv 2306.13649, Eq. 4).
 
     Attributes:
         on_policy: whether the student sampled the last step's completions.
@@ -177,8 +174,7 @@ class MixedCompletions:
         """Draws whether a step is on-policy, and starts sampling ahead with `overlap`.
 
         Returns:
-            Its prompts; a function that returns their completions, None if off-policy; and the
-            position.
+            Its prompts; a function that returns their completions, None if off-policy; position.
         """
         cfg, examples_P, rollout = self.cfg, self.prompts.next(), None
         if offpolicy.draw(cfg.seed, step, offpolicy.share(step, cfg.lmbda, cfg.lmbda_ramp)):

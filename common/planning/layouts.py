@@ -88,10 +88,9 @@ def is_per_rank(module: ModuleType) -> bool:
 
 
 def roles(module: ModuleType, cfg: Any, ranks: int = 1, local_rank: int = 0) -> dict[str, tuple[int, ...]]:
-    """GPU numbers by role (keys of `devices.CONSTANTS`) in one process, whatever GPUs this machine
-    has.
+    """GPU numbers in one process of the roles that a configuration uses, whether they exist or not.
 
-    Only roles that the configuration uses. A GPU of "rollout" that does not train holds a copy of
+    Roles are keys of `devices.CONSTANTS`. A GPU of "rollout" that does not train holds a copy of
     the weights.
 
     Args:

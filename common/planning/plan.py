@@ -5,10 +5,11 @@ The numbers come from footprint.py. A phase adds its own parts to what is always
 column "update" shows the largest phase of the update. Qwen2.5-1.5B with gspo/gspo.py on 48 GiB,
 with a reference, and with AdamW's state in CPU memory during rollouts:
 
-    GiB    weights  reference  rollout  update   peak  usable GPU 0     2.88       2.88     1.70
-    38.84  44.59    45.6 GPU 0, rollout: KV cache 0.66, reading prompts 0.50, logits 0.29, workspace
-    0.25 GPU 0, update (loss): AdamW 17.25, activations 15.71, gradients 2.88, gradient of the head
-    1.30, logits 1.04, ... CPU memory, pinned: 17.25
+    GiB    weights  reference  rollout  update   peak  usable
+    GPU 0     2.88       2.88     1.70   38.84  44.59    45.6
+    GPU 0, rollout: KV cache 0.66, reading prompts 0.50, logits 0.29, workspace 0.25
+    GPU 0, update (loss): AdamW 17.25, activations 15.71, gradients 2.88, gradient of the head 1.30, logits 1.04, ...
+    CPU memory, pinned: 17.25
 """
 
 import contextlib

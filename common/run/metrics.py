@@ -118,7 +118,7 @@ class Log(StepMetrics):
 
         Args:
             rewards: [...] fp32, NaN for unscored completions.
-            by_function: [B] unweighted rewards of each reward function.
+            by_function: unweighted rewards [B] by reward function.
         """
         scored = ~rewards.isnan()
         self.add(scored.sum().item(), reward=rewards.nansum().item() / max(1, scored.sum().item()))
@@ -133,7 +133,7 @@ class Log(StepMetrics):
         Args:
             batch: P * G completions.
             rewards: [P, G] fp32, NaN for unscored completions.
-            by_function: [B] unweighted rewards of each reward function.
+            by_function: unweighted rewards [B] by reward function.
         """
         rewards, scored = rewards.cpu(), ~rewards.cpu().isnan()
         self.add_rewards(rewards, by_function)

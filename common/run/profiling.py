@@ -15,8 +15,7 @@ TABLE_ROWS = 40
 
 @contextmanager
 def trace(out_dir: str, steps: int) -> Iterator[Callable[[], None]]:
-    """Traces some steps on rank 0: trace.json.gz for https://ui.perfetto.dev, and table.txt as a
-    summary.
+    """Traces steps on rank 0: trace.json.gz for https://ui.perfetto.dev, table.txt as a summary.
 
     Args:
         out_dir: folder of the run; the files go to its subfolder `profile`.

@@ -16,7 +16,7 @@ def check(cfg: Any) -> None:
     require_numbers(vars(cfg))
     kinds = get_type_hints(type(cfg))
     one_of(cfg, **{name: get_args(kind) for name, kind in kinds.items() if get_origin(kind) is Literal})
-    at_least(cfg, 0, *(name for name, kind in kinds.items() if kind in (int, float)))
+    at_least(cfg, 0, *(name for name, kind in kinds.items() if kind in (int, float)))  # never negative
     at_least(cfg, 1, "steps", "batch_size", "group_size", "num_minibatches", "micro_batch_tokens", "max_new_tokens")
     at_least(cfg, 1, "max_prompt_tokens", "save_every", "keep_checkpoints", "eval_examples", "collapse_steps")
     above_zero(cfg, "temperature")

@@ -11,10 +11,10 @@ Formats:
           canvas_height, type, left, top, width, height; optional: text, font_size, color, align,
           opacity, src. Types are names, not class numbers.
   boxes   the same with a list of elements: {"canvas": {"width", "height"}, "elements": [{"type",
-          "box": [left, top, right, bottom], "text", ..}]}; or, instead of a box, x or left, y or top,
-          width, height.
-Boxes may be in px or in shares of the canvas. They are shares if no coordinate of a poster is larger
-than 1.5.
+          "box": [left, top, right, bottom], "text", ..}]}; or, instead of a box, x or left, y or
+          top, width, height.
+Boxes may be in px or in shares of the canvas. They are shares if no coordinate of a poster is
+larger than 1.5.
 
 Missing attributes are filled in: texts ("Text 1"), font sizes, colours that are legible on the
 background, and a brief that lists texts, sizes and images. Elements of pku and cgl have no order:
@@ -22,7 +22,8 @@ underlays go below, texts on top. Records name images by paths relative to the o
 must be beside or above the images.
 
 Nothing is shipped or downloaded. Mind the licences: PKU PosterLayout requires a signed agreement,
-CGL is for non-commercial research, and the rights to Crello-like templates stay with their designers.
+CGL is for non-commercial research, and the rights to Crello-like templates stay with their
+designers.
 """
 
 import ast

@@ -68,12 +68,14 @@ class PosterScorer:
 
 
 def encode_image(ref: str, picture: Image.Image | None) -> str:
-    """Encodes an input image for the service: a synthetic one as its name, others as a base64
-    thumbnail.
+    """Encodes an input image for the service: a synthetic one as its name, others as a thumbnail.
 
     Args:
         ref: name of the image in its record.
         picture: the opened image; may be None for a synthetic one.
+
+    Returns:
+        The name, or a PNG in base64.
     """
     if ref.startswith("synthetic:"):
         return ref
@@ -86,8 +88,7 @@ def encode_image(ref: str, picture: Image.Image | None) -> str:
 def evaluate(
     cfg: Any, sampler: Sampler, policy: PosterPolicy, scorer: PosterScorer, examples: Sequence[Example]
 ) -> dict[str, float]:
-    """Mean reward of greedy completions, and of its parts, over the examples of all ranks; a
-    collective.
+    """Mean reward of greedy completions, and of its parts, over all ranks; a collective.
 
     Args:
         cfg: Config of grpo/poster/poster_grpo.py.

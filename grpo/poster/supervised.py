@@ -1,8 +1,9 @@
 """Supervised fine-tuning of a poster policy, so that RL starts with completions that parse as JSON.
 
-Run:   python grpo/poster/supervised.py                 the built-in policy and posters, seconds on a CPU
-       python grpo/poster/supervised.py --policy_model Qwen/Qwen2.5-0.5B-Instruct --train_data synthetic:1 \
-           --learning_rate 1e-5 --steps 300             then train on with --policy_model runs/supervised/policy
+Run:   python grpo/poster/supervised.py        built-in policy and posters, seconds on a CPU
+       python grpo/poster/supervised.py --policy_model Qwen/Qwen2.5-0.5B-Instruct \
+           --train_data synthetic:1 --learning_rate 1e-5 --steps 300
+       then train on with --policy_model runs/supervised/policy
 Dims:  P posters per step, m posters in one forward, C completion tokens
 
 The targets are the ground-truth posters of the records. A vision-language model sees the input

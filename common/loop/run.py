@@ -25,8 +25,8 @@ class Run:
     Attributes:
         checkpoint: to resume from; None for a new run.
         plan: predicted memory.
-        log: receives metrics; set by `resume`.
-        start: steps done when the run was resumed; set by `resume`.
+        log: receives metrics; set by `restore`.
+        start: steps done when the run was resumed; set by `restore`.
         done: steps done so far.
         batch: completions of the current step that have no rewards yet. In an outage of the reward
             service they are saved; a resumed run scores them first.
@@ -61,7 +61,7 @@ class Run:
         """
         self.plan = plan.require_fit(self.cfg, self.gpus, ranks=self.num_ranks, **known)
 
-    def resume(
+    def restore(
         self,
         policy: Policy,
         optimizer: AdamW,

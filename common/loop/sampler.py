@@ -23,8 +23,18 @@ from common.tasks.rewards import Scored
 class Sampler(rollout.Sampler):
     """A `rollout.Sampler` that takes its options from a Config and its weights from a policy."""
 
-    def __init__(self, cfg: Any, policy: Policy, suppressed_ids: Sequence[int] = ()):
-        """Chooses how each replica decodes; tokens in `suppressed_ids` are never sampled."""
+    def __init__(self, cfg: Any, policy: Policy, examples: Sequence[Example] = (), suppressed_ids: Sequence[int] = ()):
+        """Chooses how each replica decodes.
+
+        Args:
+            cfg: a `settings.Settings`.
+            policy: what to sample from.
+            examples: prompts of the run; checked now, rather than in step 1,000.
+            suppressed_ids: tokens that are never sampled.
+
+        Raises:
+            ValueError: the policy cannot read a prompt; see `require_fit`.
+        """
         super().__init__(
             policy.samplers, end_ids=sources.end_token_ids(policy.tokenizer, policy.model),
             pad_id=policy.tokenizer.pad_token_id, max_new_tokens=cfg.max_new_tokens, min_new_tokens=cfg.min_new_tokens,
@@ -32,6 +42,8 @@ class Sampler(rollout.Sampler):
             rollout_batch=cfg.rollout_batch, compile=cfg.compile,
         )  # fmt: skip
         self.cfg, self.policy = cfg, policy
+        if examples:
+            self.require_fit([example.prompt_ids for example in examples])
 
     @property
     def release_for_update(self) -> Callable[[], None] | None:

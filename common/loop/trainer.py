@@ -1,7 +1,8 @@
 """Computes the gradients of a minibatch over micro-batches, replicas and ranks."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from common.generation.batches import RolloutBatch
 from common.loop.policy import Policy
 from common.maths import losses
 from common.model import models
+from common.run import interrupts
 from common.run.metrics import StepMetrics
 from common.training import sharding
 from common.training.budgets import Budget
@@ -74,7 +76,7 @@ class Trainer:
         self.budget = Budget(cfg.micro_batch_tokens, str(plan), redo=not policy.sharded, release=release)
 
     @property
-    def tokens(self) -> int:
+    def micro_batch_tokens(self) -> int:
         """Maximum number of prompt and completion tokens of a micro-batch."""
         return self.budget.tokens
 
@@ -92,7 +94,7 @@ class Trainer:
         """
         devices = self.policy.devices if len(self.policy.devices) > 1 else ()
         minibatches = batch.minibatches(
-            self.cfg.num_minibatches, self.tokens, self.policy.packed, in_turn=in_turn, devices=devices
+            self.cfg.num_minibatches, self.micro_batch_tokens, self.policy.packed, in_turn=in_turn, devices=devices
         )
         if self.policy.sharded:
             sharding.pad_micro_batches(minibatches)
@@ -133,6 +135,21 @@ class Trainer:
         distributed.sum_gradients(self.optimizer.params)
         policy.outdated = True  # the caller takes an optimizer step next
         return True
+
+    def finish_update(self, step: int, minibatches: Sequence[Sequence[RolloutBatch]]) -> None:
+        """Checks the optimizer steps of an update and syncs the policy; a collective.
+
+        Args:
+            step: from 1.
+            minibatches: micro-batches by minibatch.
+
+        Raises:
+            FloatingPointError: a loss or gradient was not finite. Weights have not changed since;
+                the micro-batches are saved in `out_dir`.
+        """
+        with interrupts.keep_batch(self.cfg.out_dir, step, list(chain(*minibatches))):
+            self.log.add(overflows=self.optimizer.check())
+        self.policy.sync()
 
 
 def policy_stats(

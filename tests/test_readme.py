@@ -261,7 +261,7 @@ def test_options_described_in_the_page_are_those_of_the_script(page, section, sc
         if re.match(r"[-+.]?\d", default):  # a word, such as off, says what the number means
             assert {float(options[name]) for name in names} == {float(default)}, names
     # and none that it does not have any more: names with an underscore are those of options, metrics or code
-    code = "".join(path.read_text() for path in [*ROOT.glob("[!t]*/*.py"), *ROOT.glob("grpo/poster/*.py")])
+    code = "".join(path.read_text() for path in ROOT.glob("[!t]*/**/*.py"))
     named = set(re.findall(r"`(\w+_\w+)(?: [-+.\w]+)?`", text))
     assert named <= set(re.findall(r"\w+", code)), named
 

@@ -287,7 +287,7 @@ def test_two_ranks_report_once_and_agree(launcher, tmp_path, script, code):
         assert places == [[rank, role, "cpu"] for rank in "01" for role in ("policy", "rollout", "reference")]
         assert "all-reduce of 64 MiB by 2 ranks over gloo: right" in run.output
     else:
-        assert "error: on rank 0 and 1: 2 processes: this script is one process" in run.output
+        assert "error: on rank 0 and 1: POLICY_GPU_IDS = (0, 1), 2 processes: every process would use" in run.output
 
 
 @pytest.mark.gpu

@@ -134,7 +134,7 @@ def assign_advantages(
         minibatches: micro-batches by minibatch, cut from the batch.
     """
     advantages_B = advantages_PG.flatten()
-    dropped_B = scored.rewards.isnan() | (batch.truncated.cpu() & (cfg.truncated == "mask"))
+    left_out_B = scored.rewards.isnan() | (batch.truncated.cpu() & (cfg.truncated == "mask"))
     for micro in (micro for minibatch in minibatches for micro in minibatch):
         micro.advantages = advantages_B[micro.rows].to(micro.device)
-        micro.drop(dropped_B[micro.rows])
+        micro.drop(left_out_B[micro.rows])

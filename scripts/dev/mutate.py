@@ -195,7 +195,8 @@ def place(root: Path, mutation: Mutation) -> str:
     """Returns the text of the mutated file, with the fault.
 
     Raises:
-        ValueError: there is no such file, the text to be replaced does not occur exactly once, or the result does not compile.
+        ValueError: there is no such file, the text to be replaced does not occur exactly once, or the result does not
+            compile.
     """
     path = root / mutation.file
     if not path.is_file():

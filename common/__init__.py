@@ -1,7 +1,7 @@
 """What has one right answer and is imported by all scripts, in rooms (sub-packages).
 
-From the ground up: base and maths; tasks; model; generation and training; run, distill and planning. A room imports
-only rooms below it (tests/test_rooms.py). Each room says in its `__init__.py` what lives there and where to start.
+From the ground up: base and maths; tasks; model; generation and training; run, distill and planning; loop. A room
+imports only rooms below it (tests/test_rooms.py). The `__init__.py` of each says what lives there and where to start.
 """
 
 from pathlib import Path

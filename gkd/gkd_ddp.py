@@ -19,24 +19,24 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal
 
-PLACES = [*Path(__file__).resolve().parents, Path(os.environ.get("RL_HAND", "."))]  # of the clone: above, or named
+PLACES = [*Path(__file__).resolve().parents, Path(os.environ.get("RL_HAND", "."))]  # that may hold the clone
 sys.path[:0] = [str(p) for p in PLACES if (p / "common/loop").is_dir()][:1]
 if not find_spec("common"):
-    sys.exit("RL_HAND is not above this file: set RL_HAND to the folder of the clone, or pip install -e that folder")
+    sys.exit("cannot find the package common: set RL_HAND to the folder of the clone, or pip install -e that folder")
 from common.base import background, checks, config, devices, distributed
 from common.distill import teachers
 from common.loop import PromptSettings, Run, Sampler, Trainer, load_data, token_stats
 from common.loop.offloading import Offloading
 from common.loop.student import AnsweredScorer, MixedCompletions, Student, evaluate, load_teacher, require_copies
 from common.maths import losses
-from common.run import interrupts, rules
+from common.run import rules
 from common.tasks import rewards
 from common.training import optim
 
 STUDENT_GPU_IDS = None  # replicas that train, in this process; None: one process per GPU, under torchrun
 ROLLOUT_GPU_IDS = None  # GPUs that sample; None: the student's; others hold copies, which may sample one step ahead
 TEACHER_GPU_IDS = None  # a copy on the GPU of each rank; or (7,), say; a large teacher: --teacher_url
-TIMEOUT_MINUTES = 60  # ranks wait this long for one another: longer than teacher_patience and than an evaluation
+TIMEOUT_MINUTES = 60  # limit for waiting on other ranks: must exceed teacher_patience and an evaluation
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Config(PromptSettings):
     teacher_patience: float = 600.0  # seconds to wait for a server that stays away, before the run saves and ends
     allow_other_template: bool = False  # distil although teacher and student have different chat templates
     train_data: str = "toy"  # built-in; or a .jsonl file, a saved datasets folder, a hub id: "openai/gsm8k:main"
-    eval_data: str = "toy"  # the same, held out (split "test" of a hub id); "": no evaluation
+    eval_data: str = "toy"  # the same formats, held out (a hub id: its split "test"); "": no evaluation
 
     steps: int = 60  # batches, each followed by num_minibatches optimizer steps
     batch_size: int = 16  # P, prompts per step, over all GPUs
@@ -63,7 +63,7 @@ class Config(PromptSettings):
     seq_kd_temperature: float = 1.0  # of sampling those; 0: its most likely tokens
     seq_kd_cache: str = ""  # folder that keeps them; "": out_dir
     overlap: bool = False  # with ROLLOUT_GPU_IDS: sample one step ahead, with the weights before the last update
-    max_new_tokens: int = 128  # a completion is cut off here
+    max_new_tokens: int = 128  # maximum length of a completion
     temperature: float = 1.0  # of sampling
     learning_rate: float = 3e-4  # for the built-in student; 5e-5 up to 0.5B parameters, 1e-5 at 7B
     loss: Literal["reverse_kl", "forward_kl", "jsd", "opd"] = "reverse_kl"  # "opd": from sampled tokens alone
@@ -75,7 +75,7 @@ class Config(PromptSettings):
     seed: int = 0  # of data order, sampling and the mix
     out_dir: str = "runs/gkd"  # checkpoints, metrics.jsonl, samples.jsonl, tensorboard/
     save_every: int = 20  # steps between checkpoints; the last step is always saved
-    eval_every: int = 20  # steps between evaluations, also before the first; 0: never
+    eval_every: int = 20  # steps between evaluations, the first before training; 0: never
     eval_examples: int = 256  # rows of eval_data used
 
     @property
@@ -85,11 +85,11 @@ class Config(PromptSettings):
 
     @property
     def beta_in_force(self) -> float:
-        """Of the generalized JSD, which jumps at its ends."""
+        """Beta of the generalized JSD; its ends are the forward and the reverse KL."""
         return {"forward_kl": 0.0, "reverse_kl": 1.0}.get(self.loss, self.beta)
 
     def __post_init__(self):
-        rules.check(self)  # what holds for all scripts
+        rules.check(self)  # rules that all scripts share
         checks.at_least(self, 1, "n_server_workers")
         checks.above_zero(self, "loss_temperature", "teacher_patience")
         checks.require(self.lmbda <= 1, f"lmbda = {self.lmbda}", "is a share, at most 1", "1: on-policy in every step")
@@ -104,21 +104,21 @@ class Config(PromptSettings):
 
 
 def reward(completions: list[str], answers: list[str], **columns: list) -> list[float]:
-    """Task reward in [0, 1], here: is the final answer right? It is reported, and has no part in the training.
+    """Task reward of every completion in [0, 1], here 1 if the final answer is right. It is reported, not trained on.
 
-    Only completions of rows that have an answer come here. `columns` holds the other columns of the data and
-    `completion_tokens`. NaN means that a completion cannot be scored.
+    Only completions of rows with an answer are scored. `columns` holds the other columns of the data, and
+    `completion_tokens`, the lengths. A completion that cannot be scored gets NaN.
     """
     return rewards.math_match(completions, answers, **columns)
 
 
 REWARDS = ((reward, 1.0),)  # (function, weight): the weighted sum is reported; the teacher alone trains
-# metric of metrics.jsonl: (least, most) in a healthy run, None: no limit; on_collapse says what happens outside
+# metric: (least, most) in a healthy run, None: no limit; on_collapse says what happens outside
 GUARDS = {"entropy": (5e-3, 8.0), "completion_length": (1.5, None), "truncated": (0.0, 0.98)}
 
 
 def gkd_loss(student, micro, cfg, counts):
-    """Share of the minibatch loss owed by one micro-batch; the shares add up exactly."""
+    """Contribution of a micro-batch to the loss of its minibatch; contributions add up exactly."""
     mask_mC, denominator = micro.completion_mask, counts.of(cfg.aggregation)
     if cfg.loss == "opd":  # policy gradient: the advantage of a token is how much likelier it is to the teacher
         logps_mC, entropy_mC = student(micro)
@@ -133,29 +133,28 @@ def gkd_loss(student, micro, cfg, counts):
 
 
 def main(cfg: Config, rewards=REWARDS) -> None:
-    """Trains the student; every step is rollout, teacher, update, report and save. `rewards`: in place of REWARDS."""
+    """Trains the student; every step is rollout, teacher, update, report and save. `rewards` overrides REWARDS."""
     gpus = devices.layout(cfg.device, student=STUDENT_GPU_IDS, rollout=ROLLOUT_GPU_IDS,
                           teacher=() if cfg.teacher_url else TEACHER_GPU_IDS)  # fmt: skip
     require_copies(cfg, gpus)  # to sample ahead
-    run = Run(cfg, gpus, GUARDS, TIMEOUT_MINUTES)  # joins the ranks, finds the checkpoint to go on from
+    run = Run(cfg, gpus, GUARDS, TIMEOUT_MINUTES)  # joins the other ranks, finds the checkpoint to resume from
     run.require_memory()
     student = Student(cfg, gpus, run.checkpoint)
     teacher = load_teacher(cfg, gpus, student, run.checkpoint)  # here, or behind teacher_url
     scorer = AnsweredScorer(student.tokenizer, rewards)
-    optimizer = optim.AdamW(student.model, cfg.learning_rate, weight_decay=cfg.weight_decay,
-                            offload=cfg.optimizer_offload)  # fmt: skip
+    optimizer = optim.AdamW(student.model, cfg.learning_rate, cfg.weight_decay, offload=cfg.optimizer_offload)
     # whether every row must have an answer, to train on and to evaluate on
     train_examples, eval_examples = load_data(cfg, student.tokenizer, cfg.off_policy and not cfg.seq_kd, False)
     teachers.require_shared([*train_examples, *eval_examples], teacher.shared)
-    sampler = Sampler(cfg, student, suppressed_ids=range(teacher.shared, student.num_ids))
-    sampler.require_fit([e.prompt_ids for e in train_examples])
-    prompts = run.resume(student, optimizer, train_examples, notes={"teacher": teacher.weights})
+    sampler = Sampler(cfg, student, train_examples, suppressed_ids=range(teacher.shared, student.num_ids))
+    prompts = run.restore(student, optimizer, train_examples, notes={"teacher": teacher.weights})
     mixed = MixedCompletions(cfg, prompts, sampler, student, teacher)
-    log, trainer = run.log, Trainer(cfg, student, optimizer, run.log, run.plan, sampler.release_for_update)
+    log = run.log
+    trainer = Trainer(cfg, student, optimizer, log, run.plan, sampler.release_for_update)
     offloading = Offloading(cfg, student, teacher, sampler, optimizer, log)
     judged = sampler, student, teacher, scorer, offloading, eval_examples, gkd_loss
 
-    with run.interruptible():  # Ctrl-C: the step ends, is saved, and the run stops; outage of the teacher: saves, exits
+    with run.interruptible():  # Ctrl-C: finishes and saves the step, then stops; a second one stops at once
         if run.eval_due(run.start):
             log.eval(run.start, **evaluate(cfg, *judged))
         for step in run.steps():
@@ -169,10 +168,10 @@ def main(cfg: Config, rewards=REWARDS) -> None:
             batch.drop(batch.truncated & (cfg.truncated == "mask"))
             minibatches = trainer.minibatches(batch, in_turn=False)
             if cfg.loss == "opd":
-                with run.phase("logprobs", student.sharded):  # the first minibatch finds its own in the update
-                    student.fill_logps(chain(*minibatches[1:]), "old_logps", trainer.tokens)
+                with run.phase("logprobs", collective=student.sharded):  # the first minibatch finds its own later
+                    student.fill_logps(chain(*minibatches[1:]), "old_logps", trainer.micro_batch_tokens)
             with offloading.teacher_phase(), run.phase("teacher"):
-                teacher.fill(chain(*minibatches), trainer.tokens)
+                teacher.fill(chain(*minibatches), trainer.micro_batch_tokens)
             with run.phase("score"):
                 scored = scoring.result()
             log.add_batch(batch)
@@ -180,16 +179,14 @@ def main(cfg: Config, rewards=REWARDS) -> None:
             if mixed.on_policy and distributed.any_rank(not scored.rewards.isnan().all()):
                 log.add_rewards(scored.rewards, {})
 
-            # 3. update: num_minibatches optimizer steps, each summed over micro-batches, replicas and ranks
+            # 3. update: num_minibatches optimizer steps; gradients summed over micro-batches and GPUs
             optimizer.learning_rate = cfg.learning_rate * optim.warmup(step, cfg.warmup_steps)
             offloading.onload_optimizer()
             with log.time("update"):
                 for minibatch in minibatches:
-                    if trainer.forward_backward(minibatch, gkd_loss):
+                    if trainer.forward_backward(minibatch, gkd_loss):  # False: nothing in it can be trained on
                         log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
-                with interrupts.keep_batch(cfg.out_dir, step, chain(*minibatches)):
-                    log.add(overflows=optimizer.check())  # stops at a loss or gradient that is not finite
-                student.sync()
+                trainer.finish_update(step, minibatches)  # stops if a loss or gradient is not finite
 
             # 4. report and save
             run.end_step(step, mixed.position)

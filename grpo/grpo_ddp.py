@@ -15,19 +15,18 @@ import os
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Literal
 
-PLACES = [*Path(__file__).resolve().parents, Path(os.environ.get("RL_HAND", "."))]  # of the clone: above, or named
+PLACES = [*Path(__file__).resolve().parents, Path(os.environ.get("RL_HAND", "."))]  # that may hold the clone
 sys.path[:0] = [str(p) for p in PLACES if (p / "common/loop").is_dir()][:1]
 if not find_spec("common"):
-    sys.exit("RL_HAND is not above this file: set RL_HAND to the folder of the clone, or pip install -e that folder")
+    sys.exit("cannot find the package common: set RL_HAND to the folder of the clone, or pip install -e that folder")
 from common.base import background, config, devices
 from common.loop import Policy, Reference, RLSettings, Run, Sampler, Scorer, Trainer, add_overlong_penalty
 from common.loop import assign_advantages, evaluate, fill_logps, group_advantages, load_data, policy_stats, resample
 from common.maths import losses
-from common.run import interrupts, rules
+from common.run import rules
 from common.tasks import rewards
 from common.training import optim
 
@@ -35,7 +34,7 @@ POLICY_GPU_IDS = None  # replicas that train, in this process; None: one process
 ROLLOUT_GPU_IDS = None  # GPUs that sample; None: those of the policy
 REFERENCE_GPU_ID = None  # frozen reference, loaded only if kl_coef > 0; None: the policy's GPU; or a GPU number
 REWARD_GPU_ID = None  # reward model, if there is one; None: the policy's GPU; or a GPU number
-TIMEOUT_MINUTES = 60  # ranks wait this long for one another: longer than the slowest reward or evaluation takes
+TIMEOUT_MINUTES = 60  # limit for waiting on other ranks: must exceed the slowest reward or evaluation
 
 
 @dataclass(frozen=True)
@@ -44,35 +43,35 @@ class Config(RLSettings):
 
     policy_model: str = "toy"  # built-in; or a hub id or folder: "Qwen/Qwen2.5-0.5B-Instruct"
     train_data: str = "toy"  # built-in; or a .jsonl file, a saved datasets folder, a hub id: "openai/gsm8k:main"
-    eval_data: str = "toy"  # the same, held out (split "test" of a hub id); "": no evaluation
+    eval_data: str = "toy"  # the same formats, held out (a hub id: its split "test"); "": no evaluation
 
     steps: int = 60  # rollouts, each followed by epochs * num_minibatches optimizer steps
     batch_size: int = 16  # P, prompts per step, over all GPUs
     group_size: int = 8  # G, completions per prompt; the group mean is the baseline
-    num_minibatches: int = 4  # optimizer steps per pass over a rollout; at 1 the ratio is 1 and nothing clips
+    num_minibatches: int = 4  # optimizer steps per pass over a rollout; 1 with epochs 1: the ratio is 1, nothing clips
     epochs: int = 1  # passes over each rollout
-    max_new_tokens: int = 128  # a completion is cut off here
-    temperature: float = 1.0  # of sampling, and of every log-probability
+    max_new_tokens: int = 128  # maximum length of a completion
+    temperature: float = 1.0  # of sampling; log-probabilities are computed at it too
     learning_rate: float = 1e-4  # for the built-in policy; 5e-6 up to 0.5B parameters, 1e-6 at 7B
     loss: Literal["grpo", "dapo", "dr_grpo", "cispo"] = "dapo"  # what is clipped, and how tokens are averaged
-    epsilon_low: float = 0.2  # the ratio of a token counts down to 1 - epsilon_low
-    epsilon_high: float = 0.28  # and up to 1 + epsilon_high; 0.2 is usual without DAPO's clip-higher
-    dual_clip: float = 0.0  # where the advantage is negative, the ratio counts up to this (3 is usual); 0: no limit
+    epsilon_low: float = 0.2  # the ratio of a token is clipped below 1 - epsilon_low
+    epsilon_high: float = 0.28  # and above 1 + epsilon_high; 0.2 is usual without DAPO's clip-higher
+    dual_clip: float = 0.0  # where the advantage is negative, the ratio is clipped above this (3 is usual); 0: never
     cispo_cap: float = 5.0  # with "cispo": largest weight of a token
-    advantage_scale: Literal["auto", "group", "batch", "none"] = "auto"  # advantages are divided by the std of this
+    advantage_scale: Literal["auto", "group", "batch", "none"] = "auto"  # what advantages are divided by the std of
     entropy_coef: float = 0.0  # weight of the entropy bonus
-    kl_coef: float = 0.0  # weight of the KL to the reference, the starting model; 0: none is loaded
-    kl_estimator: Literal["k1", "k2", "k3", "rho_k3"] = "k3"  # "k2" and "rho_k3": gradient of KL(policy, reference)
+    kl_coef: float = 0.0  # weight of the KL to the reference, the frozen starting model; 0: none is loaded
+    kl_estimator: Literal["k1", "k2", "k3", "rho_k3"] = "k3"  # "k2", "rho_k3": gradient of KL(policy, reference)
 
     seed: int = 0  # of data order and sampling
     out_dir: str = "runs/grpo"  # checkpoints, metrics.jsonl, samples.jsonl, tensorboard/
     save_every: int = 20  # steps between checkpoints; the last step is always saved
-    eval_every: int = 20  # steps between evaluations, greedy, also before the first; 0: never
+    eval_every: int = 20  # steps between evaluations (greedy), the first before training; 0: never
     eval_examples: int = 256  # rows of eval_data used
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """epsilon_low and epsilon_high in force; CISPO has no lower limit, and a cap instead of the upper one."""
+        """epsilon_low and epsilon_high; CISPO has no lower bound, and a cap as the upper one."""
         return (1.0, self.cispo_cap - 1.0) if self.loss == "cispo" else (self.epsilon_low, self.epsilon_high)
 
     @property
@@ -82,30 +81,30 @@ class Config(RLSettings):
 
     @property
     def scale(self) -> str:
-        """advantage_scale in force: the std of the group, as in the papers, and none in Dr. GRPO."""
+        """advantage_scale; "auto" is the std of the group, as in the papers, and none in Dr. GRPO."""
         return {"auto": "none" if self.loss == "dr_grpo" else "group"}.get(self.advantage_scale, self.advantage_scale)
 
     def __post_init__(self):
-        rules.check_grpo(self)  # what holds for all scripts of GRPO
+        rules.check_grpo(self)  # rules that all scripts of GRPO share
 
 
 def reward(completions: list[str], answers: list[str], **columns: list) -> list[float]:
-    """Task reward in [0, 1], here: is the final answer right? This is the function most people replace.
+    """Task reward of every completion in [0, 1], here 1 if the final answer is right. Replace this function.
 
-    `columns` holds the other columns of the data and `completion_tokens`, one entry per completion. NaN means that a
-    completion cannot be scored: it is left out and counted.
+    `columns` holds the other columns of the data, and `completion_tokens`, the lengths; one entry per completion. A
+    completion that cannot be scored gets NaN: it is left out and counted.
     """
     return rewards.math_match(completions, answers, **columns)
 
 
-REWARDS = ((reward, 1.0),)  # (function, weight): the weighted sum counts; add (rewards.format_reward, 0.2), say
-# metric of metrics.jsonl: (least, most) in a healthy run, None: no limit; on_collapse says what happens outside
+REWARDS = ((reward, 1.0),)  # (function, weight): the reward is the weighted sum; add (rewards.format_reward, 0.2)
+# metric: (least, most) in a healthy run, None: no limit; on_collapse says what happens outside
 GUARDS = {"reward_std": (1e-4, None), "entropy": (5e-3, 8.0), "completion_length": (1.5, None),
           "truncated": (0.0, 0.98), "clip_fraction": (0.0, 0.5), "unscored": (0.0, 0.9)}  # fmt: skip
 
 
 def grpo_loss(policy, micro, cfg, counts):
-    """Share of the minibatch loss owed by one micro-batch; the shares add up exactly."""
+    """Contribution of a micro-batch to the loss of its minibatch; contributions add up exactly."""
     mask_mC = micro.completion_mask
     logps_mC, entropy_mC = policy(micro)
     ratio_mC = losses.token_ratio(logps_mC, micro.old_logps)
@@ -124,38 +123,37 @@ def grpo_loss(policy, micro, cfg, counts):
 
 
 def main(cfg: Config, rewards=REWARDS) -> None:
-    """Trains the policy; every step is rollout, score, update, report and save. `rewards`: in place of REWARDS."""
+    """Trains the policy; every step is rollout, score, update, report and save. `rewards` overrides REWARDS."""
     gpus = devices.layout(cfg.device, policy=POLICY_GPU_IDS, rollout=ROLLOUT_GPU_IDS, reference=REFERENCE_GPU_ID,
                           reward=REWARD_GPU_ID)  # fmt: skip
-    run = Run(cfg, gpus, GUARDS, TIMEOUT_MINUTES)  # joins the ranks, finds the checkpoint to go on from
+    run = Run(cfg, gpus, GUARDS, TIMEOUT_MINUTES)  # joins the other ranks, finds the checkpoint to resume from
     run.require_memory()
     policy = Policy(cfg, gpus, run.checkpoint, train_entropy=cfg.entropy_coef > 0)
-    reference = Reference(cfg, policy, gpus, run.checkpoint)  # empty without kl_coef
+    reference = Reference(cfg, policy, gpus, run.checkpoint)  # loads nothing if kl_coef is 0
     scorer = Scorer(cfg, policy.tokenizer, rewards, gpus, run.checkpoint)
-    optimizer = optim.AdamW(policy.model, cfg.learning_rate, weight_decay=cfg.weight_decay,
-                            offload=cfg.optimizer_offload)  # fmt: skip
+    optimizer = optim.AdamW(policy.model, cfg.learning_rate, cfg.weight_decay, offload=cfg.optimizer_offload)
     train_examples, eval_examples = load_data(cfg, policy.tokenizer)
-    sampler = Sampler(cfg, policy)
-    sampler.require_fit([e.prompt_ids for e in train_examples])
-    prompts = run.resume(policy, optimizer, train_examples, reference.to_save, scorer.notes)
-    log, trainer = run.log, Trainer(cfg, policy, optimizer, run.log, run.plan, sampler.release_for_update)
+    sampler = Sampler(cfg, policy, train_examples)
+    prompts = run.restore(policy, optimizer, train_examples, reference.to_save, scorer.notes)
+    log = run.log
+    trainer = Trainer(cfg, policy, optimizer, log, run.plan, sampler.release_for_update)
 
-    with run.interruptible():  # Ctrl-C: the step ends, is saved, and the run stops; outage of a service: saves, exits
+    with run.interruptible():  # Ctrl-C: finishes and saves the step, then stops; a second one stops at once
         if run.eval_due(run.start):
             log.eval(run.start, eval_reward=evaluate(cfg, sampler, scorer, eval_examples))
         for step in run.steps():
-            # 1. rollout: B completions from the current policy, of this rank's prompts
+            # 1. rollout: B completions from the current policy, for this rank's prompts
             examples_P = prompts.next()
             with run.phase("rollout"):
-                batch = run.batch = run.take_pending() or sampler.rollout(examples_P, step)
+                batch = run.batch = run.take_pending() or sampler.rollout(examples_P, step)  # pending: after an outage
 
-            # 2. score: rewards, and meanwhile log-probs; rewards stay rewards, advantages get their own name
+            # 2. score: rewards in a thread, log-probabilities meanwhile; then advantages
             scoring = background.start(scorer.score, examples_P, batch)
-            if cfg.dynamic_sampling:
+            if cfg.dynamic_sampling:  # replaces groups with equal rewards: examples_P and scores change in place
                 batch = run.batch = resample(cfg, step, examples_P, batch, scoring, prompts, sampler, scorer, log)
             minibatches = trainer.minibatches(batch)
-            with run.phase("logprobs", policy.sharded):
-                fill_logps(minibatches, policy, reference, trainer.tokens)
+            with run.phase("logprobs", collective=policy.sharded):
+                fill_logps(minibatches, policy, reference, trainer.micro_batch_tokens)
             with run.phase("score"):
                 scored = scoring.result()
             add_overlong_penalty(cfg, scored, batch)
@@ -164,17 +162,15 @@ def main(cfg: Config, rewards=REWARDS) -> None:
             assign_advantages(cfg, advantages_PG, scored, batch, minibatches)
             log.add_rollout(batch, rewards_PG, scored.by_function)
 
-            # 3. update: num_minibatches optimizer steps per epoch, each summed over micro-batches, replicas and ranks
+            # 3. update: num_minibatches optimizer steps per epoch; gradients summed over micro-batches and GPUs
             optimizer.learning_rate = cfg.learning_rate * optim.warmup(step, cfg.warmup_steps)
             with log.time("update"):
                 for minibatch in minibatches * cfg.epochs:
-                    if trainer.forward_backward(minibatch, grpo_loss):
+                    if trainer.forward_backward(minibatch, grpo_loss):  # False: nothing in it can be trained on
                         log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
-                with interrupts.keep_batch(cfg.out_dir, step, chain(*minibatches)):
-                    log.add(overflows=optimizer.check())  # stops at a loss or gradient that is not finite
-                policy.sync()
-                optimizer.make_room()
-            reference.refresh(step)
+                trainer.finish_update(step, minibatches)  # stops if a loss or gradient is not finite
+                optimizer.offload_for_rollout()
+            reference.refresh(step)  # every reference_refresh steps
 
             # 4. report and save
             run.end_step(step, prompts.position)

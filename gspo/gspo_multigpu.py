@@ -15,19 +15,18 @@ import os
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Literal
 
-PLACES = [*Path(__file__).resolve().parents, Path(os.environ.get("RL_HAND", "."))]  # of the clone: above, or named
+PLACES = [*Path(__file__).resolve().parents, Path(os.environ.get("RL_HAND", "."))]  # that may hold the clone
 sys.path[:0] = [str(p) for p in PLACES if (p / "common/loop").is_dir()][:1]
 if not find_spec("common"):
-    sys.exit("RL_HAND is not above this file: set RL_HAND to the folder of the clone, or pip install -e that folder")
+    sys.exit("cannot find the package common: set RL_HAND to the folder of the clone, or pip install -e that folder")
 from common.base import background, checks, config, devices, distributed
 from common.loop import Policy, Reference, RLSettings, Run, Sampler, Scorer, Trainer, add_overlong_penalty
 from common.loop import assign_advantages, evaluate, fill_logps, group_advantages, load_data, policy_stats, resample
 from common.maths import losses
-from common.run import interrupts, rules
+from common.run import rules
 from common.tasks import rewards
 from common.training import optim
 
@@ -35,7 +34,7 @@ POLICY_GPU_IDS = (0, 1)  # replicas that train, in this process; None: one proce
 ROLLOUT_GPU_IDS = (0, 1, 2)  # GPUs that sample; None: those of the policy
 REFERENCE_GPU_ID = 2  # frozen reference, loaded only if kl_coef > 0; 1 on a machine with two GPUs
 REWARD_GPU_ID = 2  # reward model, if there is one; 1 on a machine with two GPUs
-TIMEOUT_MINUTES = 60  # ranks wait this long for one another: longer than the slowest reward or evaluation takes
+TIMEOUT_MINUTES = 60  # limit for waiting on other ranks: must exceed the slowest reward or evaluation
 
 
 @dataclass(frozen=True)
@@ -44,65 +43,65 @@ class Config(RLSettings):
 
     policy_model: str = "toy"  # built-in; or a hub id or folder: "Qwen/Qwen2.5-0.5B-Instruct"
     train_data: str = "toy"  # built-in; or a .jsonl file, a saved datasets folder, a hub id: "openai/gsm8k:main"
-    eval_data: str = "toy"  # the same, held out (split "test" of a hub id); "": no evaluation
+    eval_data: str = "toy"  # the same formats, held out (a hub id: its split "test"); "": no evaluation
 
     steps: int = 60  # rollouts, each followed by epochs * num_minibatches optimizer steps
     batch_size: int = 16  # P, prompts per step, over all GPUs
     group_size: int = 8  # G, completions per prompt; the group mean is the baseline
-    num_minibatches: int = 4  # optimizer steps per pass over a rollout; at 1 the ratio is 1 and nothing clips
+    num_minibatches: int = 4  # optimizer steps per pass over a rollout; 1 with epochs 1: the ratio is 1, nothing clips
     epochs: int = 1  # passes over each rollout
-    max_new_tokens: int = 128  # a completion is cut off here
-    temperature: float = 1.0  # of sampling, and of every log-probability
+    max_new_tokens: int = 128  # maximum length of a completion
+    temperature: float = 1.0  # of sampling; log-probabilities are computed at it too
     learning_rate: float = 1e-4  # for the built-in policy; 5e-6 up to 0.5B parameters, 1e-6 at 7B
-    clip_preset: Literal["dense", "paper", "custom"] = "dense"  # Eq. 5: 3e-3/4e-3; 3e-4/4e-4 (very long answers)
-    epsilon_low: float = 0.2  # with clip_preset "custom": the ratio counts down to 1 - epsilon_low
-    epsilon_high: float = 0.2  # and up to 1 + epsilon_high
-    advantage_scale: Literal["group", "batch", "none"] = "group"  # advantages are divided by the std of this (Eq. 6)
-    kl_coef: float = 0.0  # weight of the KL to the reference, the starting model; 0: none is loaded
-    kl_estimator: Literal["k2", "k3"] = "k3"  # "k3" as in the GRPO paper; "k2": gradient of KL(policy, reference)
+    clip_preset: Literal["dense", "paper", "custom"] = "dense"  # 3e-3/4e-3; 3e-4/4e-4 (long answers); the next two
+    epsilon_low: float = 0.2  # with clip_preset "custom": the ratio is clipped below 1 - epsilon_low
+    epsilon_high: float = 0.2  # and above 1 + epsilon_high
+    advantage_scale: Literal["group", "batch", "none"] = "group"  # advantages are divided by the std of it (Eq. 6)
+    kl_coef: float = 0.0  # weight of the KL to the reference, the frozen starting model; 0: none is loaded
+    kl_estimator: Literal["k2", "k3"] = "k3"  # "k3": GRPO paper; "k2" has the gradient of KL(policy, reference)
 
     seed: int = 0  # of data order and sampling
     out_dir: str = "runs/gspo"  # checkpoints, metrics.jsonl, samples.jsonl, tensorboard/
     save_every: int = 20  # steps between checkpoints; the last step is always saved
-    eval_every: int = 20  # steps between evaluations, greedy, also before the first; 0: never
+    eval_every: int = 20  # steps between evaluations (greedy), the first before training; 0: never
     eval_examples: int = 256  # rows of eval_data used
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """epsilon_low and epsilon_high in force."""
+        """epsilon_low and epsilon_high of the preset, or the custom ones."""
         return losses.CLIP_PRESETS.get(self.clip_preset, (self.epsilon_low, self.epsilon_high))
 
     def __post_init__(self):
-        rules.check_rl(self)  # what holds for all scripts
-        preset_alone = (self.epsilon_low, self.epsilon_high) == (0.2, 0.2)
-        checks.require(self.clip_preset == "custom" or preset_alone, f"clip_preset = {self.clip_preset!r}",
+        rules.check_rl(self)  # rules that all scripts share
+        epsilons_unset = (self.epsilon_low, self.epsilon_high) == (0.2, 0.2)
+        checks.require(self.clip_preset == "custom" or epsilons_unset, f"clip_preset = {self.clip_preset!r}",
                        "epsilon_low and epsilon_high would be ignored", "set clip_preset to 'custom'")  # fmt: skip
         if self.num_minibatches * self.epochs == 1:
-            distributed.print_main("warning: one optimizer step per rollout: the ratio is always 1, GSPO is GRPO")
+            distributed.print_main("warning: one optimizer step per rollout: the ratio is always 1, so nothing clips")
 
 
 def reward(completions: list[str], answers: list[str], **columns: list) -> list[float]:
-    """Task reward in [0, 1], here: is the final answer right? This is the function most people replace.
+    """Task reward of every completion in [0, 1], here 1 if the final answer is right. Replace this function.
 
-    `columns` holds the other columns of the data and `completion_tokens`, one entry per completion. NaN means that a
-    completion cannot be scored: it is left out and counted.
+    `columns` holds the other columns of the data, and `completion_tokens`, the lengths; one entry per completion. A
+    completion that cannot be scored gets NaN: it is left out and counted.
     """
     return rewards.math_match(completions, answers, **columns)
 
 
-REWARDS = ((reward, 1.0),)  # (function, weight): the weighted sum counts; add (rewards.format_reward, 0.2), say
-# metric of metrics.jsonl: (least, most) in a healthy run, None: no limit; on_collapse says what happens outside
+REWARDS = ((reward, 1.0),)  # (function, weight): the reward is the weighted sum; add (rewards.format_reward, 0.2)
+# metric: (least, most) in a healthy run, None: no limit; on_collapse says what happens outside
 GUARDS = {"reward_std": (1e-4, None), "entropy": (5e-3, 8.0), "completion_length": (1.5, None),
           "truncated": (0.0, 0.98), "clip_fraction": (0.0, 0.9), "unscored": (0.0, 0.9)}  # fmt: skip
 
 
 def gspo_loss(policy, micro, cfg, counts):
-    """Share of the minibatch loss owed by one micro-batch; the shares add up exactly."""
+    """Contribution of a micro-batch to the loss of its minibatch; contributions add up exactly."""
     mask_mC = micro.completion_mask
     logps_mC, entropy_mC = policy(micro)
     ratio_m = losses.sequence_ratio(logps_mC, micro.old_logps, mask_mC)  # Eq. 7
     surrogate_m = losses.clipped_surrogate(ratio_m, micro.advantages, *cfg.clip_range)
-    loss = losses.aggregate(-surrogate_m, mask_mC.any(1), "constant", counts.sequences)  # Eq. 5
+    loss = losses.aggregate(-surrogate_m, mask_mC.any(1), "constant", counts.sequences)  # Eq. 5: mean over sequences
     if cfg.kl_coef > 0:
         kl_mC = losses.kl_estimate(logps_mC, micro.ref_logps, cfg.kl_estimator)
         loss = loss + cfg.kl_coef * losses.aggregate(kl_mC, mask_mC, "seq_mean", counts.sequences)
@@ -110,38 +109,37 @@ def gspo_loss(policy, micro, cfg, counts):
 
 
 def main(cfg: Config, rewards=REWARDS) -> None:
-    """Trains the policy; every step is rollout, score, update, report and save. `rewards`: in place of REWARDS."""
+    """Trains the policy; every step is rollout, score, update, report and save. `rewards` overrides REWARDS."""
     gpus = devices.layout(cfg.device, policy=POLICY_GPU_IDS, rollout=ROLLOUT_GPU_IDS, reference=REFERENCE_GPU_ID,
                           reward=REWARD_GPU_ID)  # fmt: skip
-    run = Run(cfg, gpus, GUARDS, TIMEOUT_MINUTES)  # joins the ranks, finds the checkpoint to go on from
+    run = Run(cfg, gpus, GUARDS, TIMEOUT_MINUTES)  # joins the other ranks, finds the checkpoint to resume from
     run.require_memory()
     policy = Policy(cfg, gpus, run.checkpoint)
-    reference = Reference(cfg, policy, gpus, run.checkpoint)  # empty without kl_coef
+    reference = Reference(cfg, policy, gpus, run.checkpoint)  # loads nothing if kl_coef is 0
     scorer = Scorer(cfg, policy.tokenizer, rewards, gpus, run.checkpoint)
-    optimizer = optim.AdamW(policy.model, cfg.learning_rate, weight_decay=cfg.weight_decay,
-                            offload=cfg.optimizer_offload)  # fmt: skip
+    optimizer = optim.AdamW(policy.model, cfg.learning_rate, cfg.weight_decay, offload=cfg.optimizer_offload)
     train_examples, eval_examples = load_data(cfg, policy.tokenizer)
-    sampler = Sampler(cfg, policy)
-    sampler.require_fit([e.prompt_ids for e in train_examples])
-    prompts = run.resume(policy, optimizer, train_examples, reference.to_save, scorer.notes)
-    log, trainer = run.log, Trainer(cfg, policy, optimizer, run.log, run.plan, sampler.release_for_update)
+    sampler = Sampler(cfg, policy, train_examples)
+    prompts = run.restore(policy, optimizer, train_examples, reference.to_save, scorer.notes)
+    log = run.log
+    trainer = Trainer(cfg, policy, optimizer, log, run.plan, sampler.release_for_update)
 
-    with run.interruptible():  # Ctrl-C: the step ends, is saved, and the run stops; outage of a service: saves, exits
+    with run.interruptible():  # Ctrl-C: finishes and saves the step, then stops; a second one stops at once
         if run.eval_due(run.start):
             log.eval(run.start, eval_reward=evaluate(cfg, sampler, scorer, eval_examples))
         for step in run.steps():
-            # 1. rollout: B completions from the current policy, of this rank's prompts
+            # 1. rollout: B completions from the current policy, for this rank's prompts
             examples_P = prompts.next()
             with run.phase("rollout"):
-                batch = run.batch = run.take_pending() or sampler.rollout(examples_P, step)
+                batch = run.batch = run.take_pending() or sampler.rollout(examples_P, step)  # pending: after an outage
 
-            # 2. score: rewards, and meanwhile log-probs; rewards stay rewards, advantages get their own name
+            # 2. score: rewards in a thread, log-probabilities meanwhile; then advantages
             scoring = background.start(scorer.score, examples_P, batch)
-            if cfg.dynamic_sampling:
+            if cfg.dynamic_sampling:  # replaces groups with equal rewards: examples_P and scores change in place
                 batch = run.batch = resample(cfg, step, examples_P, batch, scoring, prompts, sampler, scorer, log)
             minibatches = trainer.minibatches(batch)
-            with run.phase("logprobs", policy.sharded):
-                fill_logps(minibatches, policy, reference, trainer.tokens)
+            with run.phase("logprobs", collective=policy.sharded):
+                fill_logps(minibatches, policy, reference, trainer.micro_batch_tokens)
             with run.phase("score"):
                 scored = scoring.result()
             add_overlong_penalty(cfg, scored, batch)
@@ -150,17 +148,15 @@ def main(cfg: Config, rewards=REWARDS) -> None:
             assign_advantages(cfg, advantages_PG, scored, batch, minibatches)
             log.add_rollout(batch, rewards_PG, scored.by_function)
 
-            # 3. update: num_minibatches optimizer steps per epoch, each summed over micro-batches, replicas and ranks
+            # 3. update: num_minibatches optimizer steps per epoch; gradients summed over micro-batches and GPUs
             optimizer.learning_rate = cfg.learning_rate * optim.warmup(step, cfg.warmup_steps)
             with log.time("update"):
                 for minibatch in minibatches * cfg.epochs:
-                    if trainer.forward_backward(minibatch, gspo_loss):
+                    if trainer.forward_backward(minibatch, gspo_loss):  # False: nothing in it can be trained on
                         log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
-                with interrupts.keep_batch(cfg.out_dir, step, chain(*minibatches)):
-                    log.add(overflows=optimizer.check())  # stops at a loss or gradient that is not finite
-                policy.sync()
-                optimizer.make_room()
-            reference.refresh(step)
+                trainer.finish_update(step, minibatches)  # stops if a loss or gradient is not finite
+                optimizer.offload_for_rollout()
+            reference.refresh(step)  # every reference_refresh steps
 
             # 4. report and save
             run.end_step(step, prompts.position)

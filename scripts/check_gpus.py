@@ -239,8 +239,7 @@ def advice(processes: Sequence[Process], module: ModuleType | None, script: str)
     """Hints about the way this was started: no GPU, or one process for a script that needs one per GPU."""
     found = len(processes[0].gpus)
     if module is None and not found:
-        return ["no GPU: scripts with device = auto run on the CPU, which is for the built-in policy; the others want "
-                "--device cpu"]  # fmt: skip
+        return ["no GPU: training scripts run on the CPU, which is for the built-in models"]
     if module is not None and layouts.is_per_rank(module) and len(processes) == 1 and found != 1:
         return [f"{script} is one process per GPU, and this is one process; to check N of them:\n"
                 f"    torchrun --nproc_per_node={found or 2} scripts/check_gpus.py {script}"]  # fmt: skip

@@ -9,9 +9,9 @@ make_env requirements.txt
 
 script=$(.venv/bin/python - <<'PY'
 import ast, sys, torch
-constants = {n.targets[0].id: ast.literal_eval(n.value) for n in ast.parse(open("gspo/gspo_multigpu.py").read()).body
-             if isinstance(n, ast.Assign) and n.targets[0].id.endswith(("_GPU_ID", "_GPU_IDS"))}
-needed = 1 + max(*constants["POLICY_GPU_IDS"], constants["REFERENCE_GPU_ID"], constants["REWARD_GPU_ID"])
+lines = [node for node in ast.parse(open("gspo/gspo_multigpu.py").read()).body if isinstance(node, ast.Assign)]
+constants = [ast.literal_eval(n.value) for n in lines if ast.unparse(n.targets[0]).endswith(("_GPU_ID", "_GPU_IDS"))]
+needed = 1 + max(i for ids in constants for i in ((ids,) if isinstance(ids, int) else ids or ()))
 found = torch.cuda.device_count()
 script = "gspo/gspo_multigpu.py" if found >= needed else "gspo/gspo.py"
 print(f"{script}: the layout of gspo_multigpu.py needs {needed} GPUs, {found} found", file=sys.stderr)

@@ -174,7 +174,7 @@ def test_gpus_that_are_hidden_absent_or_do_not_start_are_said(machine, monkeypat
     assert "error: CUDA_VISIBLE_DEVICES = '': it hides the 3 GPU(s)" in said(code=1)
     # a machine without GPUs is fine until a script wants one
     machine([], said=NONE)
-    assert "no GPU: scripts with device = auto run on the CPU" in said(code=0)
+    assert "no GPU: training scripts run on the CPU" in said(code=0)
     assert ["0", "policy", "cpu"] in rows(said("gspo/gspo.py", code=0), "rank  role ")
     assert "needs 1 GPUs (ids [0]), 0 visible" in said("gspo/gspo.py", "--device", "cuda", code=1)
     machine(ALL_SEEN)
@@ -287,7 +287,7 @@ def test_two_ranks_report_once_and_agree(launcher, tmp_path, script, code):
         assert places == [[rank, role, "cpu"] for rank in "01" for role in ("policy", "rollout", "reference")]
         assert "all-reduce of 64 MiB by 2 ranks over gloo: right" in run.output
     else:
-        assert "error: on rank 0 and 1: 2 processes: this script is one process" in run.output
+        assert "error: on rank 0 and 1: POLICY_GPU_IDS = (0, 1), 2 processes: every process would" in run.output
 
 
 @pytest.mark.gpu

@@ -547,7 +547,7 @@ def test_nothing_piles_up_from_step_to_step(model_folders):
                 optimizer.scale(ratio.sum() / 8).backward()
             optimizer.step(1.0)
         optimizer.check()
-        optimizer.make_room()
+        optimizer.offload_for_rollout()
         if step in (3, 7):
             del batch, minibatches, minibatch, micro, ratio
             gc.collect()

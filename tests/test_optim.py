@@ -339,7 +339,7 @@ def test_a_state_in_cpu_memory_takes_the_same_steps(dtype, offload, device, monk
     for step in range(4):
         train([step], (model, optimizer), (plain, expected))
         assert optimizer.offloaded == (offload == "always")
-        moved = optimizer.make_room()
+        moved = optimizer.offload_for_rollout()
         assert optimizer.offloaded and (moved > 0) == (offload == "rollout")
         assert dtype == torch.float32 or all(master.device.type == "cpu" for master in optimizer.masters)
         assert_equal(snapshot(model, optimizer), snapshot(plain, expected))

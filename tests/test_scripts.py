@@ -292,6 +292,7 @@ def test_a_layout_of_more_gpus_than_there_are_is_refused_at_once(launcher, tmp_p
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     options = dict(device="cuda", policy_model="/no/such/model")  # which nobody asks for
     said = stopped(launcher, "gspo_multigpu", tmp_path / "run", **options)
-    for part in ("this layout needs 3 GPUs (ids [0, 1, 2])", "2 visible", "POLICY_GPU_IDS = (0,)", "--device cpu"):
+    for part in ("this layout needs 3 GPUs (ids [0, 1, 2])", "2 visible", "POLICY_GPU_IDS = (0,)",
+                 "ROLLOUT_GPU_IDS = (0, 1)", "--device cpu"):  # fmt: skip
         assert part in said
     assert not (tmp_path / "run").exists()

@@ -170,6 +170,8 @@ def _require_visible(roles: Mapping[str, Any], numbers: Mapping[str, tuple[int, 
     last = max(0, visible - 1)
     fitting = {role: last if CONSTANTS[role].endswith("ID") else (last,) for role in roles}
     fitting |= {trained: tuple(range(max(1, min(len(numbers[trained]), last)))), "rollout": None, "embedder": None}
+    if trained == "policy":  # whose own GPUs may sample beside others; None would leave the others idle
+        fitting["rollout"] = tuple(i for i in numbers.get("rollout", ()) if i < visible) or None
     lines = [
         f"    {CONSTANTS[role]} = {fitting[role] if roles[role] not in (None, ()) else roles[role]}" for role in roles
     ]

@@ -25,7 +25,7 @@ class Run:
     Attributes:
         checkpoint: where it goes on from; None for a new run.
         plan: expected memory.
-        log: takes the metrics; there after `resume`.
+        log: takes the metrics; there after `restore`.
         done: steps done.
         batch: completions of the present step that have no rewards yet. If the reward service stays away, they are
             saved, and scored first when the run is resumed.
@@ -60,7 +60,7 @@ class Run:
         """
         self.plan = plan.require_fit(self.cfg, self.gpus, ranks=self.num_ranks, **known)
 
-    def resume(
+    def restore(
         self,
         policy: Policy,
         optimizer: AdamW,

@@ -23,13 +23,17 @@ from common.tasks.rewards import Scored
 class Sampler(rollout.Sampler):
     """`rollout.Sampler` with the options of a configuration and the newest weights of a policy."""
 
-    def __init__(self, cfg: Any, policy: Policy, suppressed_ids: Sequence[int] = ()):
+    def __init__(self, cfg: Any, policy: Policy, examples: Sequence[Example] = (), suppressed_ids: Sequence[int] = ()):
         """Chooses how every replica decodes.
 
         Args:
             cfg: a `settings.Settings`.
             policy: what is sampled from.
+            examples: prompts that will be sampled from; checked now, rather than in step 1,000.
             suppressed_ids: tokens that are never sampled.
+
+        Raises:
+            ValueError: the policy cannot read a prompt.
         """
         super().__init__(
             policy.samplers, end_ids=sources.end_token_ids(policy.tokenizer, policy.model),
@@ -38,6 +42,8 @@ class Sampler(rollout.Sampler):
             rollout_batch=cfg.rollout_batch, compile=cfg.compile,
         )  # fmt: skip
         self.cfg, self.policy = cfg, policy
+        if examples:
+            self.require_fit([example.prompt_ids for example in examples])
 
     @property
     def release_for_update(self) -> Callable[[], None] | None:

@@ -1,7 +1,8 @@
 """Gradients of a minibatch, whatever it is cut into and wherever it is computed."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from common.generation.batches import RolloutBatch
 from common.loop.policy import Policy
 from common.maths import losses
 from common.model import models
+from common.run import interrupts
 from common.run.metrics import StepMetrics
 from common.training import sharding
 from common.training.budgets import Budget
@@ -74,7 +76,7 @@ class Trainer:
         self.budget = Budget(cfg.micro_batch_tokens, str(plan), redo=not policy.sharded, release=release)
 
     @property
-    def tokens(self) -> int:
+    def micro_batch_tokens(self) -> int:
         """Prompt and completion tokens of a micro-batch, at most."""
         return self.budget.tokens
 
@@ -90,7 +92,7 @@ class Trainer:
         """
         devices = self.policy.devices if len(self.policy.devices) > 1 else ()
         minibatches = batch.minibatches(
-            self.cfg.num_minibatches, self.tokens, self.policy.packed, in_turn=in_turn, devices=devices
+            self.cfg.num_minibatches, self.micro_batch_tokens, self.policy.packed, in_turn=in_turn, devices=devices
         )
         if self.policy.sharded:
             sharding.pad_micro_batches(minibatches)
@@ -130,6 +132,21 @@ class Trainer:
         distributed.sum_gradients(self.optimizer.params)
         policy.outdated = True  # once the optimizer has stepped
         return True
+
+    def finish_update(self, step: int, minibatches: Sequence[Sequence[RolloutBatch]]) -> None:
+        """Checks the optimizer steps of an update, and copies new weights to all replicas; a collective.
+
+        Args:
+            step: from 1.
+            minibatches: micro-batches by minibatch.
+
+        Raises:
+            FloatingPointError: a loss or gradient was not finite. No weight has moved since, and the
+                micro-batches are saved in `out_dir`.
+        """
+        with interrupts.keep_batch(self.cfg.out_dir, step, list(chain(*minibatches))):
+            self.log.add(overflows=self.optimizer.check())
+        self.policy.sync()
 
 
 def policy_stats(

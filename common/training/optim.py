@@ -48,19 +48,19 @@ class AdamW:
         self,
         model: nn.Module,
         learning_rate: float,
-        betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
         offload: str = "none",
+        betas: tuple[float, float] = (0.9, 0.999),
     ):
         """Sets up the state for every trainable parameter.
 
         Args:
             model: the unwrapped model, on one device; its parameter names are the names in a checkpoint.
             learning_rate: the attribute of that name may be changed before each step.
-            betas: decay of the running mean and variance.
             weight_decay: decoupled, applied to every parameter.
-            offload: when the state is in CPU memory: "none", never; "rollout", from `make_room` to the next step;
-                "always".
+            offload: when the state is in CPU memory: "none", never; "rollout", from
+                `offload_for_rollout` to the next step; "always".
+            betas: decay of the running mean and variance.
 
         Raises:
             ValueError: no parameter requires a gradient, or another value of `offload`.
@@ -192,7 +192,7 @@ class AdamW:
             )
         return int(overflows)
 
-    def make_room(self) -> float:
+    def offload_for_rollout(self) -> float:
         """Offloads the state before a rollout if the option `offload` is "rollout"; returns GiB moved."""
         return self.offload() if self._mode == "rollout" else 0.0
 

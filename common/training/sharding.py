@@ -24,7 +24,7 @@ def enabled(cfg: Any) -> bool:
     """Whether a run shards, by its option `fsdp` or by `accelerate launch` with FSDP.
 
     Args:
-        cfg: the Config of a script for several ranks.
+        cfg: a `settings.Settings`.
 
     Raises:
         ValueError: another option is incompatible with sharding.

@@ -15,21 +15,20 @@ import os
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Literal
 
-PLACES = [*Path(__file__).resolve().parents, Path(os.environ.get("RL_HAND", "."))]  # of the clone: above, or named
+PLACES = [*Path(__file__).resolve().parents, Path(os.environ.get("RL_HAND", "."))]  # that may hold the clone
 sys.path[:0] = [str(p) for p in PLACES if (p / "common/loop").is_dir()][:1]
 if not find_spec("common"):
-    sys.exit("RL_HAND is not above this file: set RL_HAND to the folder of the clone, or pip install -e that folder")
+    sys.exit("cannot find the package common: set RL_HAND to the folder of the clone, or pip install -e that folder")
 from common.base import background, checks, config, devices, distributed
 from common.loop import Reference, RewardSettings, Run, Sampler, Trainer, assign_advantages, fill_logps
 from common.loop import group_advantages, policy_stats
 from common.maths import losses
 from common.model import images, sources
 from common.planning import shapes
-from common.run import interrupts, rules
+from common.run import rules
 from common.training import optim
 from grpo.poster import toys
 from grpo.poster.examples import load_examples, open_images
@@ -37,7 +36,7 @@ from grpo.poster.policy import PosterPolicy
 from grpo.poster.scoring import PosterScorer, evaluate
 
 REFERENCE_GPU_ID = None  # frozen reference, loaded only if kl_coef > 0; None: the GPU of each rank; or a GPU number
-TIMEOUT_MINUTES = 60  # ranks wait this long for one another: longer than the slowest reward or evaluation takes
+TIMEOUT_MINUTES = 60  # limit for waiting on other ranks: must exceed the slowest reward or evaluation
 
 
 @dataclass(frozen=True)
@@ -57,22 +56,22 @@ class Config(RewardSettings):
     steps: int = 60  # rollouts, each followed by epochs * num_minibatches optimizer steps
     batch_size: int = 16  # P, prompts per step, over all GPUs
     group_size: int = 8  # G, completions per prompt; the group mean is the baseline
-    num_minibatches: int = 2  # optimizer steps per pass over a rollout; at 1 the ratio is 1 and nothing clips
+    num_minibatches: int = 2  # optimizer steps per pass over a rollout; 1 with epochs 1: the ratio is 1, nothing clips
     epochs: int = 1  # passes over each rollout
-    max_new_tokens: int = 256  # a completion is cut off here; a poster of level 1 has about 300 tokens, of level 2 600
-    temperature: float = 1.0  # of sampling, and of every log-probability
+    max_new_tokens: int = 256  # maximum length; a poster of level 1 has about 300 tokens, of level 2 about 600
+    temperature: float = 1.0  # of sampling; log-probabilities are computed at it too
     learning_rate: float = 5e-4  # for the built-in policies; 5e-6 up to 0.5B parameters, 1e-6 at 7B
     loss: Literal["gspo", "grpo", "dapo", "dr_grpo"] = "grpo"  # what is clipped, and how tokens are averaged
-    epsilon_low: float = 0.2  # the ratio counts down to 1 - epsilon_low; with "gspo" 3e-3 is usual
-    epsilon_high: float = 0.28  # and up to 1 + epsilon_high; with "gspo" 4e-3 is usual
-    advantage_scale: Literal["auto", "group", "batch", "none"] = "auto"  # advantages are divided by the std of this
-    kl_coef: float = 0.0  # weight of the KL to the reference, the starting model; 0: none is loaded
-    kl_estimator: Literal["k2", "k3"] = "k3"  # "k3" as in the GRPO paper; "k2": gradient of KL(policy, reference)
+    epsilon_low: float = 0.2  # the ratio is clipped below 1 - epsilon_low; with "gspo" 3e-3 is usual
+    epsilon_high: float = 0.28  # and above 1 + epsilon_high; with "gspo" 4e-3 is usual
+    advantage_scale: Literal["auto", "group", "batch", "none"] = "auto"  # what advantages are divided by the std of
+    kl_coef: float = 0.0  # weight of the KL to the reference, the frozen starting model; 0: none is loaded
+    kl_estimator: Literal["k2", "k3"] = "k3"  # "k3": GRPO paper; "k2" has the gradient of KL(policy, reference)
 
     seed: int = 0  # of data order and sampling
     out_dir: str = "runs/poster"  # checkpoints, metrics.jsonl, samples.jsonl, tensorboard/
     save_every: int = 20  # steps between checkpoints; the last step is always saved
-    eval_every: int = 20  # steps between evaluations, greedy, also before the first; 0: never
+    eval_every: int = 20  # steps between evaluations (greedy), the first before training; 0: never
     eval_examples: int = 64  # rows of eval_data used
 
     @property
@@ -87,11 +86,11 @@ class Config(RewardSettings):
 
     @property
     def scale(self) -> str:
-        """advantage_scale in force: the std of the group, as in the papers, and none in Dr. GRPO."""
+        """advantage_scale; "auto" is the std of the group, as in the papers, and none in Dr. GRPO."""
         return {"auto": "none" if self.loss == "dr_grpo" else "group"}.get(self.advantage_scale, self.advantage_scale)
 
     def __post_init__(self):
-        rules.check_rl(self)  # what holds for all scripts
+        rules.check_rl(self)  # rules that all scripts share
         checks.at_least(self, 1, "max_images")
         given = f"epsilon_low = {self.epsilon_low}, epsilon_high = {self.epsilon_high} with the loss 'gspo'"
         checks.require(self.loss != "gspo" or max(self.clip_range) < 0.1, given, "the ratio of a sequence stays near "
@@ -99,13 +98,13 @@ class Config(RewardSettings):
 
 
 REWARDS = ()  # (function, weight): more, added to the score of the poster; such as (rewards.length_reward(300), 0.1)
-# metric of metrics.jsonl: (least, most) in a healthy run, None: no limit; on_collapse says what happens outside
+# metric: (least, most) in a healthy run, None: no limit; on_collapse says what happens outside
 GUARDS = {"reward_std": (1e-4, None), "entropy": (5e-3, 8.0), "completion_length": (1.5, None),
           "truncated": (0.0, 0.98), "clip_fraction": (0.0, 0.5), "unscored": (0.0, 0.9)}  # fmt: skip
 
 
 def poster_loss(policy, micro, cfg, counts):
-    """Share of the minibatch loss owed by one micro-batch; the shares add up exactly."""
+    """Contribution of a micro-batch to the loss of its minibatch; contributions add up exactly."""
     mask_mC = micro.completion_mask
     logps_mC, entropy_mC = policy(micro)
     if cfg.loss == "gspo":  # one ratio per sequence, which counts at each of its tokens
@@ -123,9 +122,9 @@ def poster_loss(policy, micro, cfg, counts):
 
 
 def main(cfg: Config, rewards=REWARDS) -> None:
-    """Trains the policy; every step is rollout, score, update, report and save. `rewards`: in place of REWARDS."""
+    """Trains the policy; every step is rollout, score, update, report and save. `rewards` overrides REWARDS."""
     gpus = devices.layout(cfg.device, policy=None, reference=REFERENCE_GPU_ID)
-    run = Run(cfg, gpus, GUARDS, TIMEOUT_MINUTES)  # joins the ranks, finds the checkpoint to go on from
+    run = Run(cfg, gpus, GUARDS, TIMEOUT_MINUTES)  # joins the other ranks, finds the checkpoint to resume from
     start_model = toys.find(cfg.policy_model)
     source = str(run.checkpoint or start_model)
     # the data before the model: how long prompts are decides about memory
@@ -141,32 +140,31 @@ def main(cfg: Config, rewards=REWARDS) -> None:
     visual = max(ids.count(processor.image_token_id) for ids in prompt_ids) if processor else 0
     run.require_memory(model=start_model, prompt_tokens=max(map(len, prompt_ids)), visual_tokens=visual)
     policy = PosterPolicy(cfg, start_model, gpus, run.checkpoint, processor)
-    reference = Reference(cfg, policy, gpus, run.checkpoint)  # empty without kl_coef
+    reference = Reference(cfg, policy, gpus, run.checkpoint)  # loads nothing if kl_coef is 0
     scorer = PosterScorer(cfg, policy.tokenizer, rewards, run.checkpoint)
-    optimizer = optim.AdamW(policy.model, cfg.learning_rate, weight_decay=cfg.weight_decay,
-                            offload=cfg.optimizer_offload)  # fmt: skip
-    sampler = Sampler(cfg, policy, policy.suppressed_ids)
-    sampler.require_fit([e.prompt_ids for e in train_examples])
-    prompts = run.resume(policy, optimizer, train_examples, notes=scorer.notes, tokenizer=processor)
-    log, trainer = run.log, Trainer(cfg, policy, optimizer, run.log, run.plan, sampler.release_for_update)
+    optimizer = optim.AdamW(policy.model, cfg.learning_rate, cfg.weight_decay, offload=cfg.optimizer_offload)
+    sampler = Sampler(cfg, policy, train_examples, policy.suppressed_ids)
+    prompts = run.restore(policy, optimizer, train_examples, notes=scorer.notes, tokenizer=processor)
+    log = run.log
+    trainer = Trainer(cfg, policy, optimizer, log, run.plan, sampler.release_for_update)
 
-    with run.interruptible():  # Ctrl-C: the step ends, is saved, and the run stops; outage of a service: saves, exits
+    with run.interruptible():  # Ctrl-C: finishes and saves the step, then stops; a second one stops at once
         if run.eval_due(run.start):
             log.eval(run.start, **evaluate(cfg, sampler, policy, scorer, eval_examples))
         for step in run.steps():
-            # 1. rollout: B completions from the current policy, of this rank's prompts
+            # 1. rollout: B completions from the current policy, for this rank's prompts
             examples_P = prompts.next()
             with run.phase("rollout"):
                 pictures_P = open_images(examples_P, cfg.train_data, processor)
                 seen = policy.see(examples_P, pictures_P)  # vision features, once per prompt
                 batch = run.batch = run.take_pending(seen) or sampler.rollout(examples_P, step, images=seen)
 
-            # 2. score: rewards, and meanwhile log-probs; rewards stay rewards, advantages get their own name
+            # 2. score: rewards in a thread, log-probabilities meanwhile; then advantages
             scoring = background.start(scorer.score, examples_P, pictures_P, batch)
             minibatches = trainer.minibatches(batch)
-            with run.phase("logprobs", policy.sharded):
+            with run.phase("logprobs", collective=policy.sharded):
                 seen = policy.seen_by(reference, examples_P, pictures_P)
-                fill_logps(minibatches, policy, reference, trainer.tokens, seen)
+                fill_logps(minibatches, policy, reference, trainer.micro_batch_tokens, seen)
             with run.phase("score"):
                 scored = scoring.result()
             rewards_PG = scored.rewards.view(-1, cfg.group_size)
@@ -174,16 +172,14 @@ def main(cfg: Config, rewards=REWARDS) -> None:
             assign_advantages(cfg, advantages_PG, scored, batch, minibatches)
             log.add_rollout(batch, rewards_PG, scored.by_function)
 
-            # 3. update: num_minibatches optimizer steps per epoch, each summed over micro-batches, replicas and ranks
+            # 3. update: num_minibatches optimizer steps per epoch; gradients summed over micro-batches and GPUs
             optimizer.learning_rate = cfg.learning_rate * optim.warmup(step, cfg.warmup_steps)
             with log.time("update"):
                 for minibatch in minibatches * cfg.epochs:
-                    if trainer.forward_backward(minibatch, poster_loss):
+                    if trainer.forward_backward(minibatch, poster_loss):  # False: nothing in it can be trained on
                         log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
-                with interrupts.keep_batch(cfg.out_dir, step, chain(*minibatches)):
-                    log.add(overflows=optimizer.check())  # stops at a loss or gradient that is not finite
-                policy.sync()
-                optimizer.make_room()
+                trainer.finish_update(step, minibatches)  # stops if a loss or gradient is not finite
+                optimizer.offload_for_rollout()
 
             # 4. report and save
             run.end_step(step, prompts.position)

@@ -398,3 +398,15 @@ def test_dropping_layers_overwrites_nothing_and_takes_llamas_only(tmp_path, caps
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match=r"GPT2LMHeadModel.*no list `layers`"):
         dropping.drop_layers(build_model("gpt2"), 2)
+
+
+def test_every_fault_has_its_place_and_its_tests(capsys, monkeypatch):
+    mutate = load_script("mutate")
+    assert mutate.main(["--list"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len({m.name for m in mutate.MUTATIONS}) == 60
+    fault = mutate.MUTATIONS[0]
+    for change in (dict(old="return"), dict(file="losses.py"), dict(first="loss"), dict(new="(")):
+        monkeypatch.setattr(mutate, "MUTATIONS", [fault._replace(**change)])
+        with pytest.raises(SystemExit, match="2"):
+            mutate.main(["--list"])
+        assert "kl-sign" in capsys.readouterr().err.splitlines()[-1]

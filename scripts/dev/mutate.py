@@ -5,8 +5,10 @@ Run:  python scripts/dev/mutate.py --out faults.md                  all faults, 
       python scripts/dev/mutate.py --out faults.md --resume         continue an earlier run
       python scripts/dev/mutate.py kl-sign rng-lost                 only these
       python scripts/dev/mutate.py --root ../other --out other.md   another checkout with its own tests
+      python scripts/dev/mutate.py --list                           where each fault goes; runs no test
 
-The exit code is 1 if fewer than NEEDED faults were found. The checkout itself is never changed.
+The exit code is 1 if fewer than NEEDED faults were found, 2 if a fault has no place in the code or tests fail without a
+fault. The checkout itself is never changed.
 """
 
 import argparse
@@ -28,8 +30,8 @@ from typing import NamedTuple
 
 NEEDED = 54
 FIRST_LIMIT, REST_LIMIT = 900, 7200  # seconds; a run that takes longer counts as hanging
-# test_copies.py compares the text of scripts, so it finds every edit, whatever its effect
-NO_PROOF = "copies"
+# these compare text, so they find every edit, whatever its effect
+NO_PROOF = ("tests/test_copies.py", "tests/test_tools.py::test_every_fault_has_its_place_and_its_tests")
 # The built-in models are trained once, without a fault: with one they would differ, and take long in every run
 MODELS = """
 from common.tasks import toy
@@ -45,7 +47,7 @@ class Mutation(NamedTuple):
 
     name: str
     kind: str  # sign, factor, swap, off by one, mask, dtype, sync, state (forgotten, or not brought back), check (lost)
-    file: str  # base name, so that files may move
+    file: str  # relative to the root
     old: str  # occurs once in the file
     new: str
     first: str  # test files to run first, the cheapest first
@@ -54,110 +56,127 @@ class Mutation(NamedTuple):
 # fmt: off
 MUTATIONS = [Mutation(*fields) for fields in (
     # losses, log-probabilities, sampling
-    ("kl-sign", "sign", "losses.py", "return torch.exp(-d) + d - 1", "return torch.exp(d) - d - 1", "losses"),
-    ("clip-ends", "swap", "losses.py", "ratio.clamp(1 - epsilon_low, 1 + epsilon_high) *",
+    ("kl-sign", "sign", "common/maths/losses.py", "return torch.exp(-d) + d - 1", "return torch.exp(d) - d - 1",
+     "losses"),
+    ("clip-ends", "swap", "common/maths/losses.py", "ratio.clamp(1 - epsilon_low, 1 + epsilon_high) *",
      "ratio.clamp(1 - epsilon_high, 1 + epsilon_low) *", "losses"),
-    ("cispo-gradient", "factor", "losses.py", "ratio.detach().clamp(max=cap)", "ratio.clamp(max=cap)", "losses"),
-    ("advantages-fp32", "dtype", "advantages.py", "rewards = rewards.double()", "rewards = rewards.float()",
-     "advantages"),
-    ("jsd-weights", "swap", "divergences.py", "logp + math.log(beta), logq + math.log1p(-beta)",
+    ("cispo-gradient", "factor", "common/maths/losses.py", "ratio.detach().clamp(max=cap)", "ratio.clamp(max=cap)",
+     "losses"),
+    ("advantages-fp32", "dtype", "common/maths/advantages.py", "rewards = rewards.double()",
+     "rewards = rewards.float()", "advantages"),
+    ("jsd-weights", "swap", "common/maths/divergences.py", "logp + math.log(beta), logq + math.log1p(-beta)",
      "logp + math.log1p(-beta), logq + math.log(beta)", "divergences"),
-    ("top-p-edge", "off by one", "sampling.py", "probabilities.cumsum(-1) - probabilities < sampling.top_p",
-     "probabilities.cumsum(-1) < sampling.top_p", "sampling"),
-    ("logps-shift", "off by one", "logprobs.py", "prompt_m[row_N] + position_N - 1", "prompt_m[row_N] + position_N",
+    ("top-p-edge", "off by one", "common/maths/sampling.py",
+     "probabilities.cumsum(-1) - probabilities < sampling.top_p", "probabilities.cumsum(-1) < sampling.top_p",
+     "sampling"),
+    ("logps-shift", "off by one", "common/model/logprobs.py", "prompt_m[row_N] + position_N - 1",
+     "prompt_m[row_N] + position_N", "logprobs"),
+    ("window-of-layers", "swap", "common/model/attention.py", "self.window = min(self.window,",
+     "self.window = max(self.window,", "attention"),
+    ("head-temperature", "factor", "common/model/head.py", "factor_N = grad_N / steps.temperature", "factor_N = grad_N",
      "logprobs"),
-    ("window-of-layers", "swap", "attention.py", "self.window = min(self.window,", "self.window = max(self.window,",
-     "attention"),
-    ("head-temperature", "factor", "head.py", "factor_N = grad_N / steps.temperature", "factor_N = grad_N", "logprobs"),
     # rollouts
-    ("one-end-token", "mask", "runner.py", "(tokens[:, None] == self.end).any(1)", "(tokens == self.end[0])",
-     "rollout"),
-    ("cache-keeps-keys", "sync", "runner.py", "in self.cache.row_tensors:", "in self.cache.row_tensors[:1]:", "engine"),
-    ("cache-mask", "off by one", "cache.py", "device=self.device) <= write[:, None]",
+    ("one-end-token", "mask", "common/generation/runner.py", "(tokens[:, None] == self.end).any(1)",
+     "(tokens == self.end[0])", "rollout"),
+    ("cache-keeps-keys", "sync", "common/generation/runner.py", "in self.cache.row_tensors:",
+     "in self.cache.row_tensors[:1]:", "engine"),
+    ("cache-mask", "off by one", "common/generation/cache.py", "device=self.device) <= write[:, None]",
      "device=self.device) < write[:, None]", "engine"),
-    ("text-cut-off", "off by one", "batches.py", "ids[: len(ids) if truncated else -1]", "ids[:-1]",
+    ("text-cut-off", "off by one", "common/generation/batches.py", "ids[: len(ids) if truncated else -1]", "ids[:-1]",
      "rollout"),
-    ("drop-forgets", "mask", "batches.py", "self.trained = self.trained & ~rows", "self.trained = ~rows", "rollout"),
-    ("image-positions", "swap", "images.py", "start += max(h, w)", "start += min(h, w)", "images"),
+    ("drop-forgets", "mask", "common/generation/batches.py", "self.trained = self.trained & ~rows",
+     "self.trained = ~rows", "rollout"),
+    ("image-positions", "swap", "common/model/images.py", "start += max(h, w)", "start += min(h, w)", "images"),
     # data and rewards
-    ("answer-as-float", "dtype", "data.py", "str(int(Decimal(repr(value)))) if", "str(int(value)) if", "data"),
-    ("list-without-order", "check", "answers.py", "unmatched[:1] if is_ordered else unmatched", "unmatched", "rewards"),
-    ("percent", "factor", "answer_numbers.py", '/ (100 if number.endswith("%") else 1)', "", "rewards"),
-    ("weight-0-counts", "mask", "rewards.py", "weight * scores[name] if weight else 0.0", "weight * scores[name]",
-     "rewards"),
-    ("overlong-sign", "sign", "rewards.py", "(max_new_tokens - cache - lengths)", "(lengths - max_new_tokens + cache)",
-     "rewards grpo"),
-    ("cluster-sign", "sign", "similarity.py", "_sizes(labels, positive).to(rewards.dtype).pow(-alpha)",
+    ("answer-as-float", "dtype", "common/tasks/data.py", "str(int(Decimal(repr(value)))) if", "str(int(value)) if",
+     "data"),
+    ("list-without-order", "check", "common/tasks/answers.py", "unmatched[:1] if is_ordered else unmatched",
+     "unmatched", "rewards"),
+    ("percent", "factor", "common/tasks/answer_numbers.py", '/ (100 if number.endswith("%") else 1)', "", "rewards"),
+    ("weight-0-counts", "mask", "common/tasks/rewards.py", "weight * scores[name] if weight else 0.0",
+     "weight * scores[name]", "rewards"),
+    ("overlong-sign", "sign", "common/tasks/rewards.py", "(max_new_tokens - cache - lengths)",
+     "(lengths - max_new_tokens + cache)", "rewards grpo"),
+    ("cluster-sign", "sign", "common/tasks/similarity.py", "_sizes(labels, positive).to(rewards.dtype).pow(-alpha)",
      "_sizes(labels, positive).to(rewards.dtype).pow(alpha)", "similarity"),
-    ("vector-length", "factor", "embedder.py", "vectors[rows_of[text]] = vector / length",
+    ("vector-length", "factor", "common/tasks/embedder.py", "vectors[rows_of[text]] = vector / length",
      "vectors[rows_of[text]] = vector", "embedder"),
     # models and memory
-    ("replica-gradients", "sync", "models.py", "arrived if first.grad is None else first.grad.add_(arrived)", "arrived",
-     "models"),
-    ("adapter-seed", "sync", "lora.py", "torch.manual_seed(SEED)", "torch.manual_seed(torch.initial_seed())", "lora"),
-    ("adapters-twice", "factor", "merging.py", "layer._disable_adapters = True  # or",
+    ("replica-gradients", "sync", "common/model/models.py",
+     "arrived if first.grad is None else first.grad.add_(arrived)", "arrived", "models"),
+    ("adapter-seed", "sync", "common/model/lora.py", "torch.manual_seed(SEED)",
+     "torch.manual_seed(torch.initial_seed())", "lora"),
+    ("adapters-twice", "factor", "common/model/merging.py", "layer._disable_adapters = True  # or",
      "layer._disable_adapters = False  #", "lora"),
-    ("masters-bf16", "dtype", "optim.py", "torch.empty_like(self._local(i), dtype=torch.float32)",
+    ("masters-bf16", "dtype", "common/training/optim.py", "torch.empty_like(self._local(i), dtype=torch.float32)",
      "torch.empty_like(self._local(i))", "optim"),
-    ("skipped-step-counts", "state", "optim.py", "self._steps += 1.0 - found_inf", "self._steps += 1.0", "optim"),
-    ("sharded-mean", "factor", "sharding.py", "set_gradient_divide_factor(1.0)",
+    ("skipped-step-counts", "state", "common/training/optim.py", "self._steps += 1.0 - found_inf", "self._steps += 1.0",
+     "optim"),
+    ("sharded-mean", "factor", "common/training/sharding.py", "set_gradient_divide_factor(1.0)",
      "set_gradient_divide_factor(float(distributed.num_ranks()))", "sharding"),
-    ("offload-stale", "state", "offload.py", "if first or not self.frozen:", "if first:", "distillation"),
-    ("metrics-twice", "state", "budgets.py", "log.back(mark)", "log.mark()", "memory"),
-    # distillation
-    ("softcap-slope", "factor", "distillation.py", "(1 - (logits_nV / softcap) ** 2)", "(1 - logits_nV / softcap)",
+    ("offload-stale", "state", "common/training/offload.py", "if first or not self.frozen:", "if first:",
      "distillation"),
-    ("end-left-out", "off by one", "offpolicy.py", "enumerate(ids, 1) if token in", "enumerate(ids) if token in",
-     "offpolicy"),
-    ("other-teacher", "check", "teachers.py", 'notes.get("teacher", teacher.weights)',
+    ("metrics-twice", "state", "common/training/budgets.py", "log.rollback(mark)", "log.mark()", "memory"),
+    # distillation
+    ("softcap-slope", "factor", "common/distill/distillation.py", "(1 - (logits_nV / softcap) ** 2)",
+     "(1 - logits_nV / softcap)", "distillation"),
+    ("end-left-out", "off by one", "common/distill/offpolicy.py", "enumerate(ids, 1) if token in",
+     "enumerate(ids) if token in", "offpolicy"),
+    ("other-teacher", "check", "common/distill/teachers.py", 'notes.get("teacher", teacher.weights)',
      'notes.get("teacher_weights", teacher.weights)', "distillation"),
-    ("answer-of-another", "check", "teacher_client.py", 'if metadata.get("identity") != identity(self.info):',
-     'if not metadata.get("identity"):', "teacher_server"),
-    ("not-ready", "check", "service.py", "(429, 502, 503, 504)", "(429, 502, 504)", "reward_client fuzz_servers"),
-    ("tuples-lost", "dtype", "wire.py", "return tuple(_value(inner, tensors))", "return _value(inner, tensors)",
+    ("answer-of-another", "check", "common/distill/teacher_client.py",
+     'if metadata.get("identity") != identity(self.info):', 'if not metadata.get("identity"):', "teacher_server"),
+    ("not-ready", "check", "common/base/service.py", "(429, 502, 503, 504)", "(429, 502, 504)",
+     "reward_client fuzz_servers"),
+    ("tuples-lost", "dtype", "common/base/wire.py", "return tuple(_value(inner, tensors))",
+     "return _value(inner, tensors)", "wire"),
+    ("lock-shared", "sync", "common/base/storage.py", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB",
      "wire"),
-    ("lock-shared", "sync", "storage.py", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB", "wire"),
-    ("failure-is-0", "mask", "reward_client.py", "math.nan if result is None else float",
+    ("failure-is-0", "mask", "common/tasks/reward_client.py", "math.nan if result is None else float",
      "0.0 if result is None else float", "reward_client"),
     # a run and what it writes
-    ("one-checkpoint-less", "off by one", "checkpoint.py", "files.complete(out_dir)[:-keep]",
+    ("one-checkpoint-less", "off by one", "common/run/checkpoint.py", "files.complete(out_dir)[:-keep]",
      "files.complete(out_dir)[: 1 - keep]", "checkpoint"),
-    ("rng-lost", "state", "checkpoint.py", "random_state.restore(_of_this_rank(folder / files.RNG))",
+    ("rng-lost", "state", "common/run/checkpoint.py", "random_state.restore(_of_this_rank(folder / files.RNG))",
      "random_state.capture()", "checkpoint"),
-    ("lines-of-last-step", "off by one", "metrics.py", '["step"] <= last_step', '["step"] < last_step', "metrics"),
-    ("guard-late", "off by one", "guards.py", "if len(steps) >= self._cfg.collapse_steps}",
+    ("lines-of-last-step", "off by one", "common/run/metrics.py", '["step"] <= last_step', '["step"] < last_step',
+     "metrics"),
+    ("guard-late", "off by one", "common/run/guards.py", "if len(steps) >= self._cfg.collapse_steps}",
      "if len(steps) > self._cfg.collapse_steps}", "guards"),
-    ("infinite-option", "check", "checks.py", " and name in MAY_BE_INFINITE)", ")", "numbers"),
-    ("last-gradient", "sync", "distributed.py", "        if bucket:\n", "        if size > BUCKET_ELEMENTS:\n",
-     "distributed"),
-    ("error-is-result", "check", "background.py", "future.set_exception(error)", "future.set_result(error)",
+    ("infinite-option", "check", "common/base/checks.py", " and name in MAY_BE_INFINITE)", ")", "numbers"),
+    ("last-gradient", "sync", "common/base/distributed.py", "        if bucket:\n",
+     "        if size > BUCKET_ELEMENTS:\n", "distributed"),
+    ("error-is-result", "check", "common/base/background.py", "future.set_exception(error)", "future.set_result(error)",
      "reward_client"),
     # plans
-    ("pinned-memory", "check", "plan.py", "plan.pinned <= USABLE * plan.host_capacity and all(", "all(", "plan"),
-    ("masters-of-fp32", "dtype", "footprint.py", "masters = 4 if self.size == 2 and",
+    ("pinned-memory", "check", "common/planning/plan.py", "plan.pinned <= USABLE * plan.host_capacity and all(", "all(",
+     "plan"),
+    ("masters-of-fp32", "dtype", "common/planning/footprint.py", "masters = 4 if self.size == 2 and",
      "masters = 4 if self.size == 4 and", "plan"),
-    ("reference-of-adapters", "mask", "layouts.py", ' > 0 and not getattr(cfg, "lora_rank", 0):', " > 0:", "layouts"),
-    ("shared-gpu", "check", "devices.py", " and not set(student) & set(copies)", "", "devices"),
-    ("advice-cost", "sign", "advice.py", "HALVED * halved\n", "-HALVED * halved\n", "plan"),
+    ("reference-of-adapters", "mask", "common/planning/layouts.py", ' > 0 and not getattr(cfg, "lora_rank", 0):',
+     " > 0:", "layouts"),
+    ("shared-gpu", "check", "common/base/devices.py", 'set(own) & set(given.get("rollout", ()))', "set()", "devices"),
+    ("advice-cost", "sign", "common/planning/advice.py", "HALVED * halved\n", "-HALVED * halved\n", "plan"),
     # posters
-    ("layers-cut", "swap", "layout.py", "min(MAX_LAYERS, 4 * len(truth.layers) + 8)",
+    ("layers-cut", "swap", "grpo/poster/layout.py", "min(MAX_LAYERS, 4 * len(truth.layers) + 8)",
      "max(MAX_LAYERS, 4 * len(truth.layers) + 8)", "poster_layout"),
-    ("layers-for-free", "mask", "reward.py", "total = emitted + len(truth)", "total = len(visible) + len(truth)",
-     "poster_reward"),
-    ("classes", "swap", "convert.py", '"pku": {1: "text", 2: "logo",', '"pku": {1: "logo", 2: "text",', "poster_data"),
-    ("path-leads-out", "check", "records.py", "path.is_relative_to(root) and path.is_file()", "path.is_file()",
+    ("layers-for-free", "mask", "grpo/poster/reward.py", "total = emitted + len(truth)",
+     "total = len(visible) + len(truth)", "poster_reward"),
+    ("classes", "swap", "grpo/poster/convert.py", '"pku": {1: "text", 2: "logo",', '"pku": {1: "logo", 2: "text",',
      "poster_data"),
-    # training scripts
-    ("gspo-no-drop", "mask", "gspo.py", "                micro.drop(left_out_B[micro.rows])\n", "", "golden parity"),
-    ("gspo-multigpu-sync", "sync", "gspo_multigpu.py", "                    models.refresh(trained)\n", "",
-     "golden memory"),
-    ("grpo-ddp-sync", "sync", "grpo_ddp.py", "distributed.sum_gradients(optimizer.params)", "pass",
+    ("path-leads-out", "check", "grpo/poster/records.py", "path.is_relative_to(root) and path.is_file()",
+     "path.is_file()", "poster_data"),
+    # training scripts, and what they share
+    ("no-drop", "mask", "common/loop/scorer.py", "        micro.drop(left_out_B[micro.rows])\n", "", "golden parity"),
+    ("replica-weights", "sync", "common/loop/policy.py", "models.refresh(self.trained)", "pass", "golden memory"),
+    ("rank-gradients", "sync", "common/loop/trainer.py", "distributed.sum_gradients(self.optimizer.params)", "pass",
      "golden grpo"),
-    ("gkd-sides", "sign", "gkd.py", "advantages_mC = micro.teacher.token_logps - micro.old_logps",
+    ("gkd-sides", "sign", "gkd/gkd.py", "advantages_mC = micro.teacher.token_logps - micro.old_logps",
      "advantages_mC = micro.old_logps - micro.teacher.token_logps", "golden gkd"),
-    ("similarity-unused", "state", "similarity_grpo.py", "group_advantages(shaped_AG, cfg.scale)",
-     "group_advantages(rewards_AG, cfg.scale)", "similarity"),
-    ("poster-ranks", "sync", "poster_grpo.py", "by_rank[rank].flatten()", "by_rank[0].flatten()", "poster_grpo"),
+    ("similarity-unused", "state", "grpo/similarity_grpo.py", "rewards_AG = similarity.group_rewards(",
+     "similarity.group_rewards(", "similarity"),
+    ("rank-advantages", "sync", "common/base/distributed.py", "values.chunk(num_ranks())[rank()]",
+     "values.chunk(num_ranks())[0]", "poster_grpo"),
 )]
 # fmt: on
 
@@ -172,22 +191,44 @@ class Result:
     tried: str  # test files, or "all"
 
 
-def place(root: Path, mutation: Mutation) -> tuple[Path, str]:
-    """Returns the file of a mutation, relative to the root, and its text with the fault.
+def place(root: Path, mutation: Mutation) -> str:
+    """Returns the text of the mutated file, with the fault.
 
     Raises:
-        ValueError: the file or the text to be replaced does not occur exactly once.
+        ValueError: there is no such file, the text to be replaced does not occur exactly once, or the result does not
+            compile.
     """
-    paths = [path for path in tracked(root) if path.name == mutation.file]
-    if len(paths) != 1:
-        raise ValueError(f"mutation {mutation.name}: {len(paths)} files {mutation.file}, must be 1: give its new name")
-    text = (root / paths[0]).read_text(encoding="utf-8")
+    path = root / mutation.file
+    if not path.is_file():
+        raise ValueError(f"mutation {mutation.name}: no file {mutation.file}, name the one that has its code now")
+    text = path.read_text(encoding="utf-8")
     if (count := text.count(mutation.old)) != 1 or mutation.new == mutation.old:
         raise ValueError(
-            f"mutation {mutation.name}: {mutation.old!r} stands {count} times in {paths[0]}, must be once; take a line "
-            "of the present code that means the same, and another in its place"
+            f"mutation {mutation.name}: {mutation.old!r} stands {count} times in {mutation.file}, must be once; take a "
+            "line of the present code that means the same, and another in its place"
         )
-    return paths[0], text.replace(mutation.old, mutation.new)
+    text = text.replace(mutation.old, mutation.new)
+    try:
+        compile(text, mutation.file, "exec")
+    except SyntaxError as error:
+        raise ValueError(f"mutation {mutation.name}: the result does not compile: {error}") from error
+    return text
+
+
+def list_places(root: Path) -> list[str]:
+    """Prints file and line of every mutation, and returns what is wrong with those that cannot be tried."""
+    wrong = []
+    for mutation in MUTATIONS:
+        try:
+            place(root, mutation)
+        except ValueError as error:
+            wrong.append(str(error))
+            continue
+        before = (root / mutation.file).read_text(encoding="utf-8").partition(mutation.old)[0]
+        print(f"{mutation.name} ({mutation.kind}): {mutation.file}:{before.count(chr(10)) + 1}")
+        tests = [f"tests/test_{name}.py" for name in mutation.first.split()]
+        wrong += [f"mutation {mutation.name}: {test} does not exist" for test in tests if not (root / test).is_file()]
+    return wrong
 
 
 def tracked(root: Path) -> list[Path]:
@@ -233,7 +274,7 @@ class Tests:
             own_cache: keep built-in models that a mutated project trains out of the shared cache.
         """
         command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=no", "-rfE"]
-        command += arguments + ["-x"] * stop + [f"--deselect={test}" for test in self.options.deselect]
+        command += arguments + ["-x"] * stop + [f"--deselect={test}" for test in (*NO_PROOF, *self.options.deselect)]
         command += ["-m", self.options.marks] if self.options.marks else []
         with tempfile.TemporaryDirectory(dir=self.folder.parent) as scratch:
             environment = {**os.environ, "TMPDIR": scratch, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -283,8 +324,8 @@ def kill(pid: int) -> None:
 
 def attempt(mutation: Mutation, tests: Tests) -> Result:
     """Puts a fault into a copy, runs the tests, and restores the file."""
-    path, text = place(tests.options.root, mutation)
-    target, first, start = tests.folder / path, tests.named(mutation.first), time.monotonic()
+    text = place(tests.options.root, mutation)
+    target, first, start = tests.folder / mutation.file, tests.named(mutation.first), time.monotonic()
     before = target.read_text(encoding="utf-8")
     put(target, text)
     try:
@@ -293,8 +334,7 @@ def attempt(mutation: Mutation, tests: Tests) -> Result:
             if found := tests.run([file], FIRST_LIMIT):
                 break
         if not found and not tests.options.first_only:
-            left_out = [*first, *tests.named(NO_PROOF)]
-            found, tried = tests.run(["tests", *(f"--ignore={file}" for file in left_out)], REST_LIMIT), "all"
+            found, tried = tests.run(["tests", *(f"--ignore={file}" for file in first)], REST_LIMIT), "all"
     finally:
         put(target, before)
     return Result(list(mutation), found, round(time.monotonic() - start, 1), tried)
@@ -340,11 +380,13 @@ def known(out: Path) -> dict[str, Result]:
     return {name: r for name, r in same.items() if r.found_by or own[name][5] == r.mutation[5]}
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Runs the mutations and returns the exit code."""
     names = [mutation.name for mutation in MUTATIONS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutations; all by default")
+    parser.add_argument("--list", action="store_true", help="print where each fault goes, and check that its text "
+                        "occurs once, the result compiles and the test files exist; runs nothing")  # fmt: skip
     parser.add_argument("--first-only", action="store_true", help="run only the test files named with each fault")
     parser.add_argument("--jobs", type=int, default=1, help="mutations in parallel (default: %(default)s)")
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[2], help="checkout to copy")
@@ -354,15 +396,19 @@ def main() -> int:
     parser.add_argument("--deselect", action="append", default=[], metavar="TEST", help="a test that always fails")
     parser.add_argument("--check", choices=("before", "after"), default="before", help="when to run the tests "
                         "without a fault: all of them before, or only those that found one, after")  # fmt: skip
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     options.root = options.root.resolve()
     if odd := sorted({*options.names} - {*names}):
         parser.error(f"mutations {odd}: must be of the list; {', '.join(names)}")
+    if options.list:
+        if wrong := list_places(options.root):
+            parser.error("\n".join(wrong))
+        return 0
     try:
         for mutation in MUTATIONS:
             place(options.root, mutation)
     except ValueError as error:
-        parser.error(str(error))
+        parser.error(f"{error} (--list shows all)")
     results = known(options.out) if options.resume and options.out else {}
     wanted = [m for m in MUTATIONS if (m.name in options.names if options.names else m.name not in results)]
     results = {name: result for name, result in results.items() if name not in {m.name for m in wanted}}

@@ -79,11 +79,7 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
 
 
 def save(cfg: Any, out_dir: str) -> None:
-    """Writes a Config to `config.json` in `out_dir`, on rank 0; a no-op on other ranks."""
-    from common.base import distributed  # imports torch, which some servers do not need
-
-    if distributed.rank() > 0:
-        return
+    """Writes a Config to `config.json` in `out_dir`; called by one rank."""
     Path(out_dir).mkdir(parents=True, exist_ok=True)
     (Path(out_dir) / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=1) + "\n", encoding="utf-8")
 

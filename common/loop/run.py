@@ -95,7 +95,8 @@ class Run:
         ranks = distributed.rank(), self.num_ranks
         self.prompts = data.PromptStream(examples, cfg.batch_size, cfg.seed, position, *ranks)
         self.prompts.warn_if_changed(checkpoint.notes(self.checkpoint).get("data"))
-        config.save(cfg, cfg.out_dir)
+        if distributed.rank() == 0:
+            config.save(cfg, cfg.out_dir)
         self.log = metrics.Log(cfg.out_dir, done, cfg.steps, self.gpus.all)
         self.watch = guards.Watch(self.limits, cfg, self.log, done)
         self.start = self.done = done

@@ -374,7 +374,7 @@ def test_gspo_runs_on_one_gpu_and_in_bf16_by_default_where_it_resumes(launcher, 
     assert {t.dtype for name, t in masters.items() if name.startswith("master/")} == {torch.float32}
 
 
-SECOND = dict(REFERENCE_GPU_ID=1, REWARD_GPU_ID=1)
+SECOND = dict(ROLLOUT_GPU_IDS=(0, 1), REFERENCE_GPU_ID=1, REWARD_GPU_ID=1)
 GRPO = dict(dynamic_sampling=1, kl_estimator="rho_k3", reference_refresh=2, entropy_coef=0.01)
 NGRAMS = dict(similarity_model="ngrams", kl_coef=0.0)
 

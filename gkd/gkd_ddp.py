@@ -4,7 +4,7 @@ Paper: Agarwal et al. 2023, arXiv 2306.13649 - Eq. 1 generalized JSD, Eq. 4 mix 
 Run:   torchrun --nproc_per_node=2 gkd/gkd_ddp.py   edit the constants below, or pass --learning_rate 2e-5
        accelerate launch --num_processes 2 gkd/gkd_ddp.py    (several machines: docs/gpus.md)
 Costs: those of gkd.py per GPU, for its share of the prompts (gkd/README.md)
-Dims:  P prompts, G completions per prompt, B = P*G / ranks, m sequences in one forward, C completion tokens
+Dims:  P prompts of this rank, G completions of each, B = P*G, m sequences of a micro-batch, C completion tokens
 
 Every rank samples and trains on its share of the step's prompts; gradients are summed once per optimizer step. Each
 has a copy of the teacher, or asks the same server. All ranks take the same steps; if a phase fails on one, all of them
@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal
 
-PLACES = [*Path(__file__).resolve().parents, Path(os.environ.get("RL_HAND", "."))]  # that may hold the clone
+PLACES = [*Path(__file__).resolve().parents, Path(os.environ.get("RL_HAND", "."))]  # searched for the clone
 sys.path[:0] = [str(p) for p in PLACES if (p / "common/loop").is_dir()][:1]
 if not find_spec("common"):
     sys.exit("cannot find the package common: set RL_HAND to the folder of the clone, or pip install -e that folder")
@@ -54,7 +54,7 @@ class Config(PromptSettings):
     eval_data: str = "toy"  # the same formats, held out (a hub id: its split "test"); "": no evaluation
 
     steps: int = 60  # batches, each followed by num_minibatches optimizer steps
-    batch_size: int = 16  # P, prompts per step, over all GPUs
+    batch_size: int = 16  # prompts per step, over all GPUs
     group_size: int = 4  # G, completions that the student samples per prompt
     num_minibatches: int = 1  # optimizer steps per batch
     lmbda: float = 1.0  # on-policy share: probability that the completions of a step are sampled from the student
@@ -113,12 +113,12 @@ def reward(completions: list[str], answers: list[str], **columns: list) -> list[
 
 
 REWARDS = ((reward, 1.0),)  # (function, weight): the weighted sum is reported; the teacher alone trains
-# metric: (least, most) in a healthy run, None: no limit; on_collapse says what happens outside
+# metric: (least, most) in a healthy run, None: no limit; outside, the option on_collapse decides
 GUARDS = {"entropy": (5e-3, 8.0), "completion_length": (1.5, None), "truncated": (0.0, 0.98)}
 
 
 def gkd_loss(student, micro, cfg, counts):
-    """Contribution of a micro-batch to the loss of its minibatch; contributions add up exactly."""
+    """Share of a micro-batch in the loss of its minibatch; `counts` are the minibatch's, so the shares add up."""
     mask_mC, denominator = micro.completion_mask, counts.of(cfg.aggregation)
     if cfg.loss == "opd":  # policy gradient: the advantage of a token is how much likelier it is to the teacher
         logps_mC, entropy_mC = student(micro)

@@ -4,7 +4,7 @@ Papers: GRPO 2402.03300 (Eq. 3), and the losses of DAPO 2503.14476, Dr. GRPO 250
 Run:   torchrun --nproc_per_node=2 grpo/grpo_ddp.py   edit the constants below, or pass --learning_rate 2e-6
        accelerate launch --num_processes 2 grpo/grpo_ddp.py    (several machines: docs/gpus.md)
 Costs: those of gspo/gspo_ddp.py; not measured apart from it
-Dims:  P prompts, G completions per prompt, B = P*G / ranks, m sequences in one forward, C completion tokens
+Dims:  P prompts of this rank, G completions of each, B = P*G, m sequences of a micro-batch, C completion tokens
 
 Every rank samples, scores and trains on its share of the step's prompts; gradients are summed once per optimizer
 step. With --fsdp true, weights, gradients and optimizer are sharded over the ranks (docs/gpus.md). All ranks take the
@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-PLACES = [*Path(__file__).resolve().parents, Path(os.environ.get("RL_HAND", "."))]  # that may hold the clone
+PLACES = [*Path(__file__).resolve().parents, Path(os.environ.get("RL_HAND", "."))]  # searched for the clone
 sys.path[:0] = [str(p) for p in PLACES if (p / "common/loop").is_dir()][:1]
 if not find_spec("common"):
     sys.exit("cannot find the package common: set RL_HAND to the folder of the clone, or pip install -e that folder")
@@ -31,9 +31,9 @@ from common.tasks import rewards
 from common.training import optim
 
 POLICY_GPU_IDS = None  # replicas that train, in this process; None: one process per GPU, under torchrun
-ROLLOUT_GPU_IDS = None  # GPUs that sample; None: those of the policy
-REFERENCE_GPU_ID = None  # frozen reference, loaded only if kl_coef > 0; None: the policy's GPU; or a GPU number
-REWARD_GPU_ID = None  # reward model, if there is one; None: the policy's GPU; or a GPU number
+ROLLOUT_GPU_IDS = None  # GPUs that sample; None: the policy's
+REFERENCE_GPU_ID = None  # reference, loaded only if kl_coef > 0; None: the policy's first GPU; or a GPU number
+REWARD_GPU_ID = None  # reward model, if there is one; None: the policy's first GPU; or a GPU number
 TIMEOUT_MINUTES = 60  # limit for waiting on other ranks: must exceed the slowest reward or evaluation
 
 
@@ -46,7 +46,7 @@ class Config(RLSettings):
     eval_data: str = "toy"  # the same formats, held out (a hub id: its split "test"); "": no evaluation
 
     steps: int = 60  # rollouts, each followed by epochs * num_minibatches optimizer steps
-    batch_size: int = 16  # P, prompts per step, over all GPUs
+    batch_size: int = 16  # prompts per step, over all GPUs
     group_size: int = 8  # G, completions per prompt; the group mean is the baseline
     num_minibatches: int = 4  # optimizer steps per pass over a rollout; 1 with epochs 1: the ratio is 1, nothing clips
     epochs: int = 1  # passes over each rollout
@@ -60,7 +60,7 @@ class Config(RLSettings):
     cispo_cap: float = 5.0  # with "cispo": largest weight of a token
     advantage_scale: Literal["auto", "group", "batch", "none"] = "auto"  # what advantages are divided by the std of
     entropy_coef: float = 0.0  # weight of the entropy bonus
-    kl_coef: float = 0.0  # weight of the KL to the reference, the frozen starting model; 0: none is loaded
+    kl_coef: float = 0.0  # weight of the KL to the reference (the starting model, unless refreshed); 0: not loaded
     kl_estimator: Literal["k1", "k2", "k3", "rho_k3"] = "k3"  # "k2", "rho_k3": gradient of KL(policy, reference)
 
     seed: int = 0  # of data order and sampling
@@ -98,13 +98,13 @@ def reward(completions: list[str], answers: list[str], **columns: list) -> list[
 
 
 REWARDS = ((reward, 1.0),)  # (function, weight): the reward is the weighted sum; add (rewards.format_reward, 0.2)
-# metric: (least, most) in a healthy run, None: no limit; on_collapse says what happens outside
+# metric: (least, most) in a healthy run, None: no limit; outside, the option on_collapse decides
 GUARDS = {"reward_std": (1e-4, None), "entropy": (5e-3, 8.0), "completion_length": (1.5, None),
           "truncated": (0.0, 0.98), "clip_fraction": (0.0, 0.5), "unscored": (0.0, 0.9)}  # fmt: skip
 
 
 def grpo_loss(policy, micro, cfg, counts):
-    """Contribution of a micro-batch to the loss of its minibatch; contributions add up exactly."""
+    """Share of a micro-batch in the loss of its minibatch; `counts` are the minibatch's, so the shares add up."""
     mask_mC = micro.completion_mask
     logps_mC, entropy_mC = policy(micro)
     ratio_mC = losses.token_ratio(logps_mC, micro.old_logps)
@@ -145,11 +145,11 @@ def main(cfg: Config, rewards=REWARDS) -> None:
             # 1. rollout: B completions from the current policy, for this rank's prompts
             examples_P = prompts.next()
             with run.phase("rollout"):
-                batch = run.batch = run.take_pending() or sampler.rollout(examples_P, step)  # pending: after an outage
+                batch = run.batch = run.take_pending() or sampler.rollout(examples_P, step)  # pending: from an outage
 
             # 2. score: rewards in a thread, log-probabilities meanwhile; then advantages
             scoring = background.start(scorer.score, examples_P, batch)
-            if cfg.dynamic_sampling:  # replaces groups with equal rewards: examples_P and scores change in place
+            if cfg.dynamic_sampling:  # waits for the scores, then replaces groups with equal rewards, in place
                 batch = run.batch = resample(cfg, step, examples_P, batch, scoring, prompts, sampler, scorer, log)
             minibatches = trainer.minibatches(batch)
             with run.phase("logprobs", collective=policy.sharded):

@@ -4,11 +4,11 @@ Paper: Zheng et al. 2025, arXiv 2507.18071. For G completions y of a prompt, wit
     advantage  A = (r - mean(r)) / std(r)                                                                    (Eq. 6)
     ratio      s = exp(mean over the tokens of y of log p(token) - log p_old(token)), p: policy              (Eq. 7)
     objective  mean of min(s A, clip(s, 1 - epsilon_low, 1 + epsilon_high) A)                                (Eq. 5)
-GRPO has a ratio for every token. A mean over tokens stays near 1, which is why the clip range is small.
+GRPO clips a ratio for every token. The mean of log-ratios keeps s near 1, which is why the clip range is small.
 
 Run:   python gspo/gspo.py            edit the constants below, or pass --learning_rate 2e-6 (--help lists all)
 Costs: SmolLM2-135M on one H100: 3.9 GiB, 0.6 s per step, accuracy 0.12 -> 0.53 in 80 steps (gspo/README.md)
-Dims:  P prompts, G completions per prompt, B = P*G / ranks, m sequences in one forward, C completion tokens
+Dims:  P prompts of this rank, G completions of each, B = P*G, m sequences of a micro-batch, C completion tokens
 """
 
 import os
@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-PLACES = [*Path(__file__).resolve().parents, Path(os.environ.get("RL_HAND", "."))]  # that may hold the clone
+PLACES = [*Path(__file__).resolve().parents, Path(os.environ.get("RL_HAND", "."))]  # searched for the clone
 sys.path[:0] = [str(p) for p in PLACES if (p / "common/loop").is_dir()][:1]
 if not find_spec("common"):
     sys.exit("cannot find the package common: set RL_HAND to the folder of the clone, or pip install -e that folder")
@@ -32,7 +32,7 @@ from common.training import optim
 
 POLICY_GPU_IDS = (0,)  # replicas that train, in this process; None: one process per GPU, under torchrun
 ROLLOUT_GPU_IDS = None  # GPUs that sample; None: the policy's
-REFERENCE_GPU_ID = None  # frozen reference, loaded only if kl_coef > 0; None: the policy's first GPU
+REFERENCE_GPU_ID = None  # reference, loaded only if kl_coef > 0; None: the policy's first GPU
 REWARD_GPU_ID = None  # reward model, if there is one; None: the policy's first GPU
 TIMEOUT_MINUTES = 60  # limit for waiting on other ranks: must exceed the slowest reward or evaluation
 
@@ -46,18 +46,18 @@ class Config(RLSettings):
     eval_data: str = "toy"  # the same formats, held out (a hub id: its split "test"); "": no evaluation
 
     steps: int = 60  # rollouts, each followed by epochs * num_minibatches optimizer steps
-    batch_size: int = 16  # P, prompts per step, over all GPUs
+    batch_size: int = 16  # prompts per step, over all GPUs
     group_size: int = 8  # G, completions per prompt; the group mean is the baseline
     num_minibatches: int = 4  # optimizer steps per pass over a rollout; 1 with epochs 1: the ratio is 1, nothing clips
     epochs: int = 1  # passes over each rollout
     max_new_tokens: int = 128  # maximum length of a completion
     temperature: float = 1.0  # of sampling; log-probabilities are computed at it too
     learning_rate: float = 1e-4  # for the built-in policy; 5e-6 up to 0.5B parameters, 1e-6 at 7B
-    clip_preset: Literal["dense", "paper", "custom"] = "dense"  # 3e-3/4e-3; 3e-4/4e-4 (long answers); the next two
-    epsilon_low: float = 0.2  # with clip_preset "custom": the ratio is clipped below 1 - epsilon_low
-    epsilon_high: float = 0.2  # and above 1 + epsilon_high
-    advantage_scale: Literal["group", "batch", "none"] = "group"  # advantages are divided by the std of it (Eq. 6)
-    kl_coef: float = 0.0  # weight of the KL to the reference, the frozen starting model; 0: none is loaded
+    clip_preset: Literal["dense", "paper", "custom"] = "dense"  # 3e-3/4e-3, 3e-4/4e-4 (long answers), or the epsilons
+    epsilon_low: float = 0.2  # with "custom" only: clips the ratio below 1 - epsilon_low; the presets are far smaller
+    epsilon_high: float = 0.2  # with "custom" only: clips the ratio above 1 + epsilon_high
+    advantage_scale: Literal["group", "batch", "none"] = "group"  # divides r - mean(r) by the std of it; group: Eq. 6
+    kl_coef: float = 0.0  # weight of the KL to the reference (the starting model, unless refreshed); 0: not loaded
     kl_estimator: Literal["k2", "k3"] = "k3"  # "k3": GRPO paper; "k2" has the gradient of KL(policy, reference)
 
     seed: int = 0  # of data order and sampling
@@ -90,13 +90,13 @@ def reward(completions: list[str], answers: list[str], **columns: list) -> list[
 
 
 REWARDS = ((reward, 1.0),)  # (function, weight): the reward is the weighted sum; add (rewards.format_reward, 0.2)
-# metric: (least, most) in a healthy run, None: no limit; on_collapse says what happens outside
+# metric: (least, most) in a healthy run, None: no limit; outside, the option on_collapse decides
 GUARDS = {"reward_std": (1e-4, None), "entropy": (5e-3, 8.0), "completion_length": (1.5, None),
           "truncated": (0.0, 0.98), "clip_fraction": (0.0, 0.9), "unscored": (0.0, 0.9)}  # fmt: skip
 
 
 def gspo_loss(policy, micro, cfg, counts):
-    """Contribution of a micro-batch to the loss of its minibatch; contributions add up exactly."""
+    """Share of a micro-batch in the loss of its minibatch; `counts` are the minibatch's, so the shares add up."""
     mask_mC = micro.completion_mask
     logps_mC, entropy_mC = policy(micro)
     ratio_m = losses.sequence_ratio(logps_mC, micro.old_logps, mask_mC)  # Eq. 7
@@ -131,11 +131,11 @@ def main(cfg: Config, rewards=REWARDS) -> None:
             # 1. rollout: B completions from the current policy, for this rank's prompts
             examples_P = prompts.next()
             with run.phase("rollout"):
-                batch = run.batch = run.take_pending() or sampler.rollout(examples_P, step)  # pending: after an outage
+                batch = run.batch = run.take_pending() or sampler.rollout(examples_P, step)  # pending: from an outage
 
             # 2. score: rewards in a thread, log-probabilities meanwhile; then advantages
             scoring = background.start(scorer.score, examples_P, batch)
-            if cfg.dynamic_sampling:  # replaces groups with equal rewards: examples_P and scores change in place
+            if cfg.dynamic_sampling:  # waits for the scores, then replaces groups with equal rewards, in place
                 batch = run.batch = resample(cfg, step, examples_P, batch, scoring, prompts, sampler, scorer, log)
             minibatches = trainer.minibatches(batch)
             with run.phase("logprobs", collective=policy.sharded):

@@ -5,7 +5,7 @@ Run:    bash scripts/start_poster_training_with_reward_server.sh     the service
         python grpo/poster/poster_grpo.py                            alone; rewards are computed in this process
         torchrun --nproc_per_node=7 grpo/poster/poster_grpo.py --reward_url http://127.0.0.1:8899
 Costs:  grpo/poster/README.md
-Dims:   P prompts, G completions per prompt, B = P*G / ranks, m sequences in one forward, C completion tokens
+Dims:   P prompts of this rank, G completions of each, B = P*G, m sequences of a micro-batch, C completion tokens
 
 One process per GPU: every rank samples, scores and trains on its share of the step's prompts. Images pass through the
 vision tower once per prompt, not once per completion.
@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-PLACES = [*Path(__file__).resolve().parents, Path(os.environ.get("RL_HAND", "."))]  # that may hold the clone
+PLACES = [*Path(__file__).resolve().parents, Path(os.environ.get("RL_HAND", "."))]  # searched for the clone
 sys.path[:0] = [str(p) for p in PLACES if (p / "common/loop").is_dir()][:1]
 if not find_spec("common"):
     sys.exit("cannot find the package common: set RL_HAND to the folder of the clone, or pip install -e that folder")
@@ -35,7 +35,7 @@ from grpo.poster.examples import load_examples, open_images
 from grpo.poster.policy import PosterPolicy
 from grpo.poster.scoring import PosterScorer, evaluate
 
-REFERENCE_GPU_ID = None  # frozen reference, loaded only if kl_coef > 0; None: the GPU of each rank; or a GPU number
+REFERENCE_GPU_ID = None  # reference, loaded only if kl_coef > 0; None: the GPU of each rank; or a GPU number
 TIMEOUT_MINUTES = 60  # limit for waiting on other ranks: must exceed the slowest reward or evaluation
 
 
@@ -54,7 +54,7 @@ class Config(RewardSettings):
     freeze_vision: bool = True  # the vision tower is not trained
 
     steps: int = 60  # rollouts, each followed by epochs * num_minibatches optimizer steps
-    batch_size: int = 16  # P, prompts per step, over all GPUs
+    batch_size: int = 16  # prompts per step, over all GPUs
     group_size: int = 8  # G, completions per prompt; the group mean is the baseline
     num_minibatches: int = 2  # optimizer steps per pass over a rollout; 1 with epochs 1: the ratio is 1, nothing clips
     epochs: int = 1  # passes over each rollout
@@ -65,7 +65,7 @@ class Config(RewardSettings):
     epsilon_low: float = 0.2  # the ratio is clipped below 1 - epsilon_low; with "gspo" 3e-3 is usual
     epsilon_high: float = 0.28  # and above 1 + epsilon_high; with "gspo" 4e-3 is usual
     advantage_scale: Literal["auto", "group", "batch", "none"] = "auto"  # what advantages are divided by the std of
-    kl_coef: float = 0.0  # weight of the KL to the reference, the frozen starting model; 0: none is loaded
+    kl_coef: float = 0.0  # weight of the KL to the reference (the starting model, unless refreshed); 0: not loaded
     kl_estimator: Literal["k2", "k3"] = "k3"  # "k3": GRPO paper; "k2" has the gradient of KL(policy, reference)
 
     seed: int = 0  # of data order and sampling
@@ -98,13 +98,13 @@ class Config(RewardSettings):
 
 
 REWARDS = ()  # (function, weight): more, added to the score of the poster; such as (rewards.length_reward(300), 0.1)
-# metric: (least, most) in a healthy run, None: no limit; on_collapse says what happens outside
+# metric: (least, most) in a healthy run, None: no limit; outside, the option on_collapse decides
 GUARDS = {"reward_std": (1e-4, None), "entropy": (5e-3, 8.0), "completion_length": (1.5, None),
           "truncated": (0.0, 0.98), "clip_fraction": (0.0, 0.5), "unscored": (0.0, 0.9)}  # fmt: skip
 
 
 def poster_loss(policy, micro, cfg, counts):
-    """Contribution of a micro-batch to the loss of its minibatch; contributions add up exactly."""
+    """Share of a micro-batch in the loss of its minibatch; `counts` are the minibatch's, so the shares add up."""
     mask_mC = micro.completion_mask
     logps_mC, entropy_mC = policy(micro)
     if cfg.loss == "gspo":  # one ratio per sequence, which counts at each of its tokens

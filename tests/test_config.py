@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import pytest
 
@@ -180,3 +181,29 @@ def test_a_field_outside_its_rule_is_named_and_fields_inside_pass(check, message
 ])  # fmt: skip
 def test_which_hosts_nobody_else_sees(host, alone):
     assert checks.is_loopback(host) is alone
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """Machine and run."""
+
+    device: Literal["cpu", "cuda"] = "cpu"  # where it runs
+    steps: int = 60  # of training
+
+
+@dataclass(frozen=True)
+class Own(Inherited):
+    """A script."""
+
+    rate: float = 0.1  # of learning
+    steps: int = 5  # of distillation
+
+
+def test_options_are_inherited_and_may_be_named_again(capsys):
+    assert parse(Own, ["--device", "cuda", "--rate", "1"]) == Own(rate=1.0, device="cuda")
+    assert comments(Own) == {"rate": "of learning", "steps": "of distillation", "device": "where it runs"}
+    with pytest.raises(SystemExit):
+        parse(Own, ["--help"])
+    shown = capsys.readouterr().out.split("Machine and run:")
+    assert "of distillation (default: 5)" in shown[0] and "of training" not in "".join(shown)
+    assert "--device {cpu,cuda}" in shown[1] and "--steps" not in shown[1]  # the script's own come first

@@ -15,7 +15,7 @@ import textwrap
 import tokenize
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from common.base.checks import require_numbers
 
@@ -63,8 +63,10 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
             text = f"{helps[name]} (default: {field.default!r})".replace("%", "%%").strip()
             if kind is bool:
                 group.add_argument(f"--{name}", type=_bool, nargs="?", const=True, default=field.default, help=text)
+            elif get_origin(kind) is Literal:
+                words = "{" + ",".join(get_args(kind)) + "}"
+                group.add_argument(f"--{name}", metavar=words, default=field.default, help=text)
             else:
-                kind = str if get_origin(kind) is Literal else kind
                 group.add_argument(f"--{name}", type=kind, default=field.default, help=text)
     argv = [_with_underscores(arg) for arg in (sys.argv[1:] if argv is None else argv)]
     values, unknown = parser.parse_known_args(argv)

@@ -231,8 +231,8 @@ def signalled_in(owner: str, name: str, rank: int, call: int, number: int, modul
 
 
 @pytest.mark.parametrize(("owner", "name", "dead", "call", "phase"), [
-    ("rewards", "score", 1, 3, "(logprobs|score)"), ("distributed", "sum_gradients", 1, 5, "update"),
-    ("checkpoint", "save", 0, 2, ".*"),
+    ("tasks.rewards", "score", 1, 3, "(logprobs|score)"), ("base.distributed", "sum_gradients", 1, 5, "update"),
+    ("run.checkpoint", "save", 0, 2, ".*"),
 ])  # fmt: skip
 def test_a_killed_rank_is_named_by_the_other_which_ends(launcher, tmp_path, owner, name, dead, call, phase):
     dies = partial(signalled_in, f"common.{owner}", name, dead, call, signal.SIGKILL)

@@ -12,6 +12,7 @@ fault. The checkout itself is never changed.
 """
 
 import argparse
+import ast
 import contextlib
 import dataclasses
 import json
@@ -209,7 +210,7 @@ def place(root: Path, mutation: Mutation) -> str:
         )
     text = text.replace(mutation.old, mutation.new)
     try:
-        compile(text, mutation.file, "exec")
+        ast.parse(text)
     except SyntaxError as error:
         raise ValueError(f"mutation {mutation.name}: the result does not compile: {error}") from error
     return text

@@ -96,7 +96,7 @@ FIRST = [
     "test_readme", "test_resume", "test_faults", "test_poster_launcher", "test_grpo", "test_teacher_server",
     "test_golden", "test_scripts", "test_poster_server", "test_gkd", "test_gkd_server", "test_parity", "test_engine",
     "test_rollout", "test_benchmark", "test_images", "test_poster_grpo", "test_logprobs", "test_toy",
-    "test_reward_client", "test_poster_toys",
+    "test_reward_client", "test_poster_toys", "test_notebook", "test_copies",
 ]  # fmt: skip
 
 

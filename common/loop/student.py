@@ -66,7 +66,7 @@ class Student(Policy):
 def require_copies(cfg: Any, gpus: devices.Layout) -> None:
     """Requires GPUs that only sample, if `overlap` is set."""
     require(not cfg.overlap or bool(gpus.copies), "overlap = True", "needs GPUs that sample while others train",
-            "set ROLLOUT_GPU_IDS at the top of the script")  # fmt: skip
+            "set ROLLOUT_GPU_IDS at the top of a script with STUDENT_GPU_IDS, such as gkd_multigpu.py")  # fmt: skip
 
 
 def load_teacher(cfg: Any, gpus: devices.Layout, student: Student, resumed: Path | None = None) -> Any:

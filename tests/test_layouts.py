@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import re
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -153,8 +154,7 @@ def test_what_is_no_training_script_is_not_executed(tmp_path, text):
             layouts.load(wrong)
 
 
-def test_a_copy_outside_the_clone_is_read(tmp_path):
-    path = tmp_path / "my_task.py"
-    path.write_text(SCRIPTS["gspo"].read_text().replace("POLICY_GPU_IDS = (0,)", "POLICY_GPU_IDS = (3,)"))
+def test_a_copy_outside_the_clone_is_read(launcher, tmp_path):
+    path = shutil.copy(launcher.copy("gspo", POLICY_GPU_IDS=(3,)), tmp_path / "my_task.py")
     module, cfg = layouts.load(path)
     assert layouts.roles(module, cfg)["policy"] == (3,)

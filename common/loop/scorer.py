@@ -90,7 +90,9 @@ def collate(examples_P: Sequence[Example], batch: RolloutBatch, tokenizer: Any) 
     """Arguments of reward functions, one entry per completion: texts, answers and columns."""
     answers_B, columns = data.collate_columns(examples_P, len(batch) // len(examples_P))
     columns["completion_tokens"] = batch.lengths.tolist()
-    return batch.texts(tokenizer), answers_B, columns
+    starts_B = [example.reply_start for example in examples_P for _ in range(len(batch) // len(examples_P))]
+    texts_B = [start + text for start, text in zip(starts_B, batch.texts(tokenizer), strict=True)]
+    return texts_B, answers_B, columns
 
 
 def add_overlong_penalty(cfg: Any, scored: Scored, batch: RolloutBatch) -> None:

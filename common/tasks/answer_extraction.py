@@ -18,6 +18,7 @@ An empty or unclosed marker means no answer; later rules are not tried.
 import re
 
 from common.tasks.answer_numbers import PROSE, clean, find_numbers, is_part_of_expression, last_number, plain_number
+from common.tasks.thinking import after_thought
 
 _EXPRESSION_END = re.compile(rf"{PROSE.pattern}|[.!?](?=\s|$)")
 _BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?: *(?P<box>\{)|\s+(?P<bare>[^\s{}$\\]+))|\\.|[{}]", re.DOTALL)
@@ -42,8 +43,8 @@ def last_boxed(text: str) -> str | None:
 
 def extract_answer(text: str) -> str | None:
     """Final answer of a completion, in the normal form of `clean`; None without one."""
-    text = text.rpartition("</think>")[2]
-    if "<think>" in text:
+    text = after_thought(text)
+    if text is None:
         return None
     has_tag = "<answer>" in text
     if has_tag:

@@ -49,6 +49,7 @@ class Example:
     prompt_ids: list[int]  # the tokens that the policy sees
     answer: str | None  # ground truth as text ("8" for the integer 8)
     columns: dict[str, Any]  # every other column, passed to the reward functions
+    reply_start: str = ""  # of the reply, the part that the prompt already holds: "<think>\n", or nothing
 
 
 def load_examples(

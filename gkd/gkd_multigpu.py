@@ -106,8 +106,8 @@ class Config(PromptSettings):
 def reward(completions: list[str], answers: list[str], **columns: list) -> list[float]:
     """Task reward of every completion in [0, 1], here 1 if the final answer is right. It is reported, not trained on.
 
-    Only completions of rows with an answer are scored. `columns` holds the other columns of the data, and
-    `completion_tokens`, the lengths. A completion that cannot be scored gets NaN.
+    Only completions of rows with an answer are scored. Arguments go by name: prompts, completions, answers,
+    completion_tokens, step, and every column of the data. NaN means that a completion cannot be scored.
     """
     return rewards.math_match(completions, answers, **columns)
 
@@ -141,10 +141,10 @@ def main(cfg: Config, rewards=REWARDS) -> None:
     run.require_memory()
     student = Student(cfg, gpus, run.checkpoint)
     teacher = load_teacher(cfg, gpus, student, run.checkpoint)  # here, or behind teacher_url
-    scorer = AnsweredScorer(student.tokenizer, rewards)
     optimizer = optim.AdamW(student.model, cfg.learning_rate, cfg.weight_decay, offload=cfg.optimizer_offload)
     # whether every row must have an answer, to train on and to evaluate on
     train_examples, eval_examples = load_data(cfg, student.tokenizer, cfg.off_policy and not cfg.seq_kd, False)
+    scorer = AnsweredScorer(cfg, student.tokenizer, rewards, [*train_examples, *eval_examples])
     teachers.require_shared([*train_examples, *eval_examples], teacher.shared)
     sampler = Sampler(cfg, student, train_examples, suppressed_ids=range(teacher.shared, student.num_ids))
     prompts = run.restore(student, optimizer, train_examples, notes={"teacher": teacher.weights})
@@ -156,7 +156,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
 
     with run.interruptible():  # Ctrl-C: finishes and saves the step, then stops; a second one stops at once
         if run.eval_due(run.start):
-            log.eval(run.start, **evaluate(cfg, *judged))
+            log.eval(run.start, **evaluate(cfg, *judged, run.start))
         for step in run.steps():
             # 1. rollout: completions from the student, of this rank's prompts; or off-policy ones
             offloading.offload_optimizer()
@@ -164,7 +164,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
                 examples_P, batch = mixed.next(step)
 
             # 2. teacher: what it says of every completion token; meanwhile rewards, to be reported
-            scoring = background.start(scorer.score, examples_P, batch)
+            scoring = background.start(scorer.score, examples_P, batch, step)
             batch.drop(batch.truncated & (cfg.truncated == "mask"))
             minibatches = trainer.minibatches(batch, in_turn=False)
             if cfg.loss == "opd":
@@ -177,7 +177,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
             log.add_batch(batch)
             log.add(**mixed.metrics)
             if mixed.on_policy and distributed.any_rank(not scored.rewards.isnan().all()):
-                log.add_rewards(scored.rewards, {})
+                log.add_rewards(scored.rewards, scored.by_function)
 
             # 3. update: num_minibatches optimizer steps; gradients summed over micro-batches and GPUs
             optimizer.learning_rate = cfg.learning_rate * optim.warmup(step, cfg.warmup_steps)
@@ -191,10 +191,10 @@ def main(cfg: Config, rewards=REWARDS) -> None:
             # 4. report and save
             run.end_step(step, mixed.position)
             if run.sample_due(step):
-                log.samples(step, examples_P, scored.completions, scored.rewards.tolist(), cfg.print_samples)
+                log.samples(step, examples_P, scored, cfg.print_samples)
             if run.eval_due(step):
                 mixed.wait()  # for replicas that sample ahead: they sample here too
-                log.eval(step, **evaluate(cfg, *judged))
+                log.eval(step, **evaluate(cfg, *judged, step))
             stop = run.stop_requested()
             if stop or run.save_due(step):
                 run.save()

@@ -91,8 +91,8 @@ class Config(RLSettings):
 def reward(completions: list[str], answers: list[str], **columns: list) -> list[float]:
     """Task reward of every completion in [0, 1], here 1 if the final answer is right. Replace this function.
 
-    `columns` holds the other columns of the data, and `completion_tokens`, the lengths; one entry per completion. A
-    completion that cannot be scored gets NaN: it is left out and counted.
+    Arguments go by name: prompts, completions, answers, completion_tokens, step, and every column of the data. NaN: a
+    completion cannot be scored and is left out; None: this function does not apply to it (docs/rewards.md).
     """
     return rewards.math_match(completions, answers, **columns)
 
@@ -130,9 +130,9 @@ def main(cfg: Config, rewards=REWARDS) -> None:
     run.require_memory()
     policy = Policy(cfg, gpus, run.checkpoint, train_entropy=cfg.entropy_coef > 0)
     reference = Reference(cfg, policy, gpus, run.checkpoint)  # loads nothing if kl_coef is 0
-    scorer = Scorer(cfg, policy.tokenizer, rewards, gpus, run.checkpoint)
-    optimizer = optim.AdamW(policy.model, cfg.learning_rate, cfg.weight_decay, offload=cfg.optimizer_offload)
     train_examples, eval_examples = load_data(cfg, policy.tokenizer)
+    scorer = Scorer(cfg, policy.tokenizer, rewards, gpus, run.checkpoint, [*train_examples, *eval_examples])
+    optimizer = optim.AdamW(policy.model, cfg.learning_rate, cfg.weight_decay, offload=cfg.optimizer_offload)
     sampler = Sampler(cfg, policy, train_examples)
     prompts = run.restore(policy, optimizer, train_examples, reference.to_save, scorer.notes)
     log = run.log
@@ -140,7 +140,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
 
     with run.interruptible():  # Ctrl-C: finishes and saves the step, then stops; a second one stops at once
         if run.eval_due(run.start):
-            log.eval(run.start, eval_reward=evaluate(cfg, sampler, scorer, eval_examples))
+            log.eval(run.start, **evaluate(cfg, sampler, scorer, eval_examples, run.start))
         for step in run.steps():
             # 1. rollout: B completions from the current policy, for this rank's prompts
             examples_P = prompts.next()
@@ -148,7 +148,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
                 batch = run.batch = run.take_pending() or sampler.rollout(examples_P, step)  # pending: from an outage
 
             # 2. score: rewards in a thread, log-probabilities meanwhile; then advantages
-            scoring = background.start(scorer.score, examples_P, batch)
+            scoring = background.start(scorer.score, examples_P, batch, step)
             if cfg.dynamic_sampling:  # waits for the scores, then replaces groups with equal rewards, in place
                 batch = run.batch = resample(cfg, step, examples_P, batch, scoring, prompts, sampler, scorer, log)
             minibatches = trainer.minibatches(batch)
@@ -175,9 +175,9 @@ def main(cfg: Config, rewards=REWARDS) -> None:
             # 4. report and save
             run.end_step(step, prompts.position)
             if run.sample_due(step):
-                log.samples(step, examples_P, scored.completions, scored.rewards.tolist(), cfg.print_samples)
+                log.samples(step, examples_P, scored, cfg.print_samples)
             if run.eval_due(step):
-                log.eval(step, eval_reward=evaluate(cfg, sampler, scorer, eval_examples))
+                log.eval(step, **evaluate(cfg, sampler, scorer, eval_examples, step))
             stop = run.stop_requested()
             if stop or run.save_due(step):
                 run.save()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data import CHAT_TEMPLATE, make_tokenizer
 
-from common.tasks import data_sources, rewards
+from common.tasks import data_sources, rewards, scoring
 from common.tasks.data import ROLES, collate_columns, load_examples
 
 # derandomized: a failure comes from a change, not from the day
@@ -118,4 +118,5 @@ def test_every_row_is_fit_for_the_loop_or_an_error_with_its_number(path, rows, t
     chats = [example.prompt for example in examples if isinstance(example.prompt, list)]
     assert all(chat[-1]["role"] != "assistant" for chat in chats)
     answers, columns = collate_columns(examples, 2)
-    rewards.score([(judge, 1.0), (rewards.exact_match, 1.0)], ["8"] * len(answers), answers, columns)
+    arguments = {"completions": ["8"] * len(answers), "answers": answers, **columns}
+    scoring.score([(judge, 1.0), (rewards.exact_match, 1.0)], arguments)

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_poster_server import ONE, Server
 from test_poster_server import item as poster_item
-from test_reward_client import GOOD_RESULTS, answer, first, scores, stub_client
+from test_reward_client import GOOD_RESULTS, IDS, answer, first, scores, stub_client
 from test_teacher_server import GENERATE, TOP_K, request, teacher_server
 from test_teacher_server import Server as TeacherServer
 
@@ -294,7 +294,7 @@ def test_no_answer_becomes_a_score_that_it_does_not_hold(monkeypatch, said):
         return
     results = json.loads(said)["results"]
     values, weight = named.pop("service")
-    assert weight == 1.0 and [result["id"] for result in results] == ["0", "1"]
+    assert weight == 1.0 and [result["id"] for result in results] == IDS
     for result, value in zip(results, values, strict=True):
         assert result["ok"] is True and value == result["score"] and 0 <= value <= 1
     assert all(weight == 0.0 for _, weight in named.values())

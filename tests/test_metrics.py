@@ -13,6 +13,7 @@ from common.generation.batches import RolloutBatch
 from common.run import metrics
 from common.run.metrics import Log, keep_lines
 from common.tasks.data import Example
+from common.tasks.scoring import Scored
 
 CPU = torch.device("cpu")
 NAN = float("nan")
@@ -200,11 +201,21 @@ def test_an_evaluation_is_a_line_of_its_own_and_says_what_it_leaves_out(log, cap
     log.eval(0, eval_reward=0.25)
     assert lines(log) == [{"step": 0, "eval_reward": 0.25}]
     assert "step 0: eval_reward 0.250" in capsys.readouterr().out
-    assert metrics.mean_scored([torch.tensor([1.0, 0.0]), torch.tensor([2.0])]) == 1.0
+    assert metrics.mean_rewards([scored([1.0, 0.0]), scored([2.0])]) == {"eval_reward": 1.0}
     assert capsys.readouterr().out == ""
-    assert metrics.mean_scored([torch.tensor([1.0, NAN]), torch.tensor([NAN])]) == 1.0
+    assert metrics.mean_rewards([scored([1.0, NAN]), scored([NAN])]) == {"eval_reward": 1.0}
     assert "2 of 3 rewards are NaN" in capsys.readouterr().out
-    assert math.isnan(metrics.mean_scored([])) and math.isnan(metrics.mean_scored([torch.tensor([NAN])]))
+    assert math.isnan(metrics.mean_rewards([])["eval_reward"])
+    assert math.isnan(metrics.mean_rewards([scored([NAN])])["eval_reward"])
+    several = [scored([1.2, 0.0], task=[1.0, 0.0], form=[0.2, NAN]), scored([NAN], task=[NAN], form=[1.0])]
+    found = metrics.mean_rewards([*several, scored([0.0], task=[0.0], late=[3.0])])
+    expected = {"eval_reward": 0.4, "eval_reward_task": 1 / 3, "eval_reward_form": 0.6, "eval_reward_late": 3}
+    assert found == pytest.approx(expected)
+
+
+def scored(rewards, texts=None, **by_function) -> Scored:
+    parts = {name: torch.tensor(values) for name, values in by_function.items()}
+    return Scored(texts or ["x"] * len(rewards), torch.tensor(rewards), parts)
 
 
 def examples(count) -> list[Example]:
@@ -213,19 +224,22 @@ def examples(count) -> list[Example]:
 
 def test_samples_are_the_first_of_each_prompt_whatever_they_hold(log, capsys):
     texts = [f"prompt {i} completion {g}" for i in range(6) for g in range(2)]
-    log.samples(5, examples(6), texts, [float(i) for i in range(12)], show=False)
+    log.samples(5, examples(6), scored([float(i) for i in range(12)], texts), show=False)
     assert lines(log, "samples.jsonl") == [
         {"step": 5, "prompt": f"what is {i} + {i}?", "completion": f"prompt {i} completion 0", "answer": str(2 * i),
          "reward": 2.0 * i} for i in range(4)
     ]  # fmt: skip
     assert capsys.readouterr().out == ""
-    log.samples(5, examples(1), ["right\n\x1b[2J", "wrong"], [1.0, 0.0], show=True)
+    log.samples(5, examples(1), scored([1.0, 0.0], ["right\n\x1b[2J", "wrong"]), show=True)
     said = capsys.readouterr().out
     assert r"step 5, reward 1, answer '0': 'right\n\x1b[2J'" in said and "wrong" not in said
     # half a character, a line separator, an unscored completion, a chat, an id
     chat = Example(0, [{"role": "user", "content": "?"}], [1], None, {"id": "seven"})
-    log.samples(6, [chat, *examples(1)], ["\ud83d", 'a\u2028b " \\'], [NAN, 1.0], show=False)
+    log.samples(
+        6, [chat, *examples(1)], scored([NAN, 1.0], ["\ud83d", 'a\u2028b " \\'], a=[NAN, 0.0], b=[0.0, 1.0]), show=False
+    )
     first, second = [line for line in lines(log, "samples.jsonl") if line["step"] == 6]
+    assert (first["rewards"], second["rewards"]) == ({"a": None, "b": 0}, {"a": 0, "b": 1})
     assert second["completion"] == 'a\u2028b " \\' and "id" not in second
     assert (first["reward"], first["prompt"], first["id"]) == (None, [{"role": "user", "content": "?"}], "seven")
 
@@ -250,7 +264,7 @@ def test_a_full_disk_names_the_file_and_what_to_do(log, name):
     (log.out_dir / name).symlink_to("/dev/full")
     with pytest.raises(OSError, match=rf"{name}.* free: No space left on device; .* from its last checkpoint"):
         log.eval(1, eval_reward=0.5)
-        log.samples(1, examples(1), ["1"], [1.0], show=False)
+        log.samples(1, examples(1), scored([1.0]), show=False)
 
 
 def test_a_resumed_log_goes_on_after_the_checkpoint(tmp_path):
@@ -258,7 +272,7 @@ def test_a_resumed_log_goes_on_after_the_checkpoint(tmp_path):
     first.eval(0, eval_reward=0.0)
     for step in (1, 2, 3):
         end_step(first, step)
-        first.samples(step, examples(1), ["x", "y"], [1.0, 0.0], show=False)
+        first.samples(step, examples(1), scored([1.0, 0.0]), show=False)
         if step >= 2:
             with first.time_save(step):
                 pass
@@ -313,7 +327,7 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
         pass
     log.end_step(1)
     log.eval(1, eval_reward=1.0)
-    log.samples(1, examples(1), ["x", "y"], [1.0, 0.0], show=True)
+    log.samples(1, examples(1), scored([1.0, 0.0]), show=True)
     log.print_above_bar("hello")
     log.close()
     assert not (tmp_path / "run").exists() and capsys.readouterr().out == ""

@@ -386,7 +386,7 @@ def test_a_burst_of_requests_loses_and_swaps_nothing(scorer, own, monkeypatch, t
     values = [i / count for i in range(count)]
     columns = {"extra_info": [{"do": "value", "value": value} for value in values]}
     with ThreadPoolExecutor(1) as pool, server.held(tmp_path):
-        asked = pool.submit(client.scores, [truth] * count, [truth] * count, columns, 4)
+        asked = pool.submit(client.scores, {"completions": [truth] * count, "answers": [truth] * count, **columns}, 4)
         wait_for(lambda: server.metric(f'requests_total{{endpoint="{MANY}",status="429"}}') > 0)
         assert server.get("/health").json() == {"status": "ok"}
     named = asked.result()

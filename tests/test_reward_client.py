@@ -69,6 +69,10 @@ def bad(item: dict, retryable: bool) -> dict:
     return {"id": item["id"], "ok": False, "error": {"code": "scorer", "message": "hm", "retryable": retryable}}
 
 
+def row(item: dict) -> str:
+    return item["id"].split(".")[1]
+
+
 @pytest.fixture
 def fake():
     with Fake() as fake:
@@ -82,7 +86,9 @@ def quick(monkeypatch):
 
 
 def scores(client: RewardService, texts: list[str], group_size: int = 4, **columns) -> dict:
-    return client.scores(texts, [f"truth {i}" for i in range(len(texts))], columns, group_size)
+    prompts, truths = [[f"{kind} {i}" for i in range(len(texts))] for kind in ("prompt", "truth")]
+    arguments = {"prompts": prompts, "completions": texts, "answers": truths, "step": 12, **columns}
+    return client.scores(arguments, group_size)
 
 
 TEXTS = [f"{'x' * i}{i % 2}" for i in range(100)]
@@ -95,8 +101,9 @@ def test_scores_come_back_in_order_from_batches_over_few_connections(fake):
     named, fake.reply = scores(fake.client(workers=3), TEXTS, kind=list(range(100))), reply
     assert named == {"service": (SCORES, 1.0), "structure": ([0.5] * 100, 0.0), "parse_ok": ([0, 1] * 50, 0.0)}
     assert sorted(len(items) for _, _, items, _ in fake.requests) == [4, 32, 32, 32] and fake.most_at_work == 3
-    item = {"id": "41", "solution_str": TEXTS[41], "ground_truth": "truth 41", "extra_info": {"kind": 41}}
-    assert item in fake.items
+    (item,) = [item for item in fake.items if item["id"].startswith("12.41.")]
+    assert item == {"id": item["id"], "solution_str": TEXTS[41], "ground_truth": "truth 41", "prompt": "prompt 41",
+                    "step": 12, "extra_info": {"kind": 41}}  # fmt: skip
     path, headers, *_ = fake.requests[0]
     assert path == "/compute_reward_batch" and headers["Content-Type"] == "application/json"
     assert headers["X-Timeout-Ms"] == "120000" and "Authorization" not in headers
@@ -120,14 +127,14 @@ def test_a_column_extra_info_is_sent_as_it_is_and_a_token_is_a_header(fake):
 
 
 def test_only_what_may_succeed_is_asked_again(fake):
-    fake.reply = lambda items, number: [bad(i, True) if number < 2 and i["id"] in "35" else good(i) for i in items]
+    fake.reply = lambda items, number: [bad(i, True) if number < 2 and row(i) in "35" else good(i) for i in items]
     assert scores(fake.client(), TEXTS[:8])["service"][0] == SCORES[:8]
-    assert [[item["id"] for item in items] for _, _, items, _ in fake.requests] == [list("01234567"), ["3", "5"]]
+    assert [[row(item) for item in items] for _, _, items, _ in fake.requests] == [list("01234567"), ["3", "5"]]
 
 
 def test_what_is_not_scored_is_nan_and_a_group_needs_three_quarters(fake, capsys):
     lost = {"1": False, "9": True, "10": True, "17": False}
-    fake.reply = lambda items, _: [bad(i, lost[i["id"]]) if i["id"] in lost else good(i) for i in items]
+    fake.reply = lambda items, _: [bad(i, lost[row(i)]) if row(i) in lost else good(i) for i in items]
     values = scores(fake.client(), TEXTS[:24])["service"][0]
     unknown = {i for i, value in enumerate(values) if math.isnan(value)}
     assert unknown == {1, 8, 9, 10, 11, 17}  # of the group 8 to 11 half is missing
@@ -136,13 +143,23 @@ def test_what_is_not_scored_is_nan_and_a_group_needs_three_quarters(fake, capsys
 
 
 def test_too_many_lost_items_are_an_outage(fake):
-    fake.reply = lambda items, _: [bad(i, False) if int(i["id"]) % 4 == 0 else good(i) for i in items]
+    fake.reply = lambda items, _: [bad(i, False) if int(row(i)) % 4 == 0 else good(i) for i in items]
     with pytest.raises(OutageError, match=r"6 of 24 .*not scored.*Mend the service"):
         scores(fake.client(), TEXTS[:24])
     assert len(fake.requests) == 1
 
 
-GOOD_RESULTS = [{"id": "0", "ok": True, "score": 0.25, "structure": 0.5}, {"id": "1", "ok": True, "score": 0.75}]
+def test_a_service_that_repeats_earlier_answers_is_found_out(fake):
+    client, first = fake.client(workers=1), []
+    fake.reply = lambda items, number: first or first.extend(good(i) for i in items) or first
+    assert scores(client, TEXTS[:4])["service"][0] == SCORES[:4]
+    with pytest.raises(OutageError, match=r"must be the result with the id '12\.0\."):  # the same step, scored again
+        scores(client, TEXTS[4:8])
+    assert len({item["id"] for item in fake.items}) == 8
+
+
+IDS = ["12.0.nonce", "12.1.nonce"]  # of `stub_client`
+GOOD_RESULTS = [{"id": IDS[0], "ok": True, "score": 0.25, "structure": 0.5}, {"id": IDS[1], "ok": True, "score": 0.75}]
 
 
 def stub_client(monkeypatch, said: bytes) -> RewardService:
@@ -150,6 +167,7 @@ def stub_client(monkeypatch, said: bytes) -> RewardService:
     monkeypatch.setattr(Service, "wait_until_ready", lambda *_: None)
     monkeypatch.setattr(Service, "get", lambda *_: b'{"fingerprint": "one"}')
     monkeypatch.setattr(Service, "post", lambda *_: said)
+    monkeypatch.setattr(reward_client.secrets, "token_hex", lambda size: "nonce")
     return RewardService("http://localhost:1")
 
 
@@ -165,7 +183,7 @@ def first(**more) -> bytes:
 @pytest.mark.parametrize("said", [
     b"<html>200</html>", b"[" * 100_000, answer(5), answer([0.5, 0.5]), answer(GOOD_RESULTS[:1]),
     answer(GOOD_RESULTS[::-1]), answer([GOOD_RESULTS[0]] * 2), answer(GOOD_RESULTS, fingerprint="two"),
-    answer([{"id": "0", "score": 0.5}, GOOD_RESULTS[1]]), answer([{"id": "0", "ok": True}, GOOD_RESULTS[1]]),
+    answer([{"id": IDS[0], "score": 0.5}, GOOD_RESULTS[1]]), answer([{"id": IDS[0], "ok": True}, GOOD_RESULTS[1]]),
     first(ok="false"), first(ok=False, error={"code": "scorer"}), first(score=True), first(score=math.nan),
     first(score=10**400), first(score=1.01), first(score=-0.1), first(score="0.5"), first(score=None),
 ], ids=range(19))  # fmt: skip

@@ -3,25 +3,21 @@
 import concurrent.futures
 import contextlib
 import functools
-import json
 import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from bounds import assert_rounded
 from test_teacher_server import wait_for
 
-from common.base import background
 from common.model import reward_models
 from common.tasks import answer_extraction, answer_numbers, math_verify_process, rewards
 from common.tasks import answers as answers_module
@@ -31,20 +27,6 @@ ROOT = Path(__file__).resolve().parents[1]
 TOWER = r"\boxed{5^{5^{5^{5^5}}}}"  # no computer finishes this one
 LONG = "and 7 more words " * 30
 nan = math.nan
-
-
-def constant(values, name="constant"):
-    """A reward function that returns `values`."""
-
-    def function(completions, answers, **columns):
-        return values
-
-    function.__name__ = name
-    return function
-
-
-def run_score(values, size=4):
-    return score([(constant(values), 1.0)], [f"completion {i}" for i in range(size)], ["1"] * size, {})
 
 
 @pytest.fixture
@@ -415,105 +397,6 @@ def test_length_reward_is_highest_at_the_target_and_width_moves_the_far_end():
     # the penalty falls in a straight line to -1 at the limit
     found = rewards.overlong_penalty(torch.tensor([0, 60, 70, 80, 100, 120]), max_new_tokens=100, cache=40)
     assert found.dtype == torch.float32 and found.tolist() == [0, 0, -0.25, -0.5, -1, -1]
-
-
-def test_score_adds_weighted_values_and_passes_the_columns():
-    def uses_columns(completions, answers, completion_tokens, **columns):
-        assert columns == {"level": ["x", "y"]}
-        return [float(n) for n in completion_tokens]
-
-    columns = {"completion_tokens": [3, 5], "level": ["x", "y"]}
-    extra = {"reward_model": (torch.tensor([0.25, -1.0], dtype=torch.bfloat16), 2.0)}
-    functions = [(uses_columns, 0.5), (rewards.exact_match, 1.0)]
-    total, parts = score(functions, ["a", "b"], ["a", "a"], columns, extra)
-    assert total.tolist() == [0.5 * 3 + 1 + 0.5, 0.5 * 5 + 0 - 2]
-    expected = {"uses_columns": [3, 5], "exact_match": [1, 0], "reward_model": [0.25, -1]}
-    assert {name: part.tolist() for name, part in parts.items()} == expected
-    assert {total.dtype} | {part.dtype for part in parts.values()} == {torch.float32}
-    assert score([], ["a", "b"], ["a", "a"], {}, extra)[0].tolist() == [0.5, -2]
-
-
-def test_values_of_any_number_type_become_floats_that_json_can_write():
-    mixed = [np.float32(1), np.int64(0), True, torch.tensor(0.5)]
-    for values in (mixed, np.array([1, 0, 1, 0.5]), torch.tensor([1, 0, 1, 0.5])):
-        assert json.dumps(run_score(values)[0].tolist()) == "[1.0, 0.0, 1.0, 0.5]"
-
-
-def test_nan_is_unscored_and_stays_in_its_row():
-    assert run_score([1.0, nan, 0.0, 1.0])[0].tolist() == pytest.approx([1, nan, 0, 1], nan_ok=True)
-    functions = [(constant([nan, 1], "first"), 1.0), (constant([1, nan], "second"), 1.0)]
-    assert score(functions, ["a", "b"], ["1", "1"], {})[0].isnan().all()
-    # a function that only reports cannot drop a row
-    functions = [(constant([1, 1], "used"), 1.0), (constant([nan, 1], "reported"), 0.0)]
-    assert score(functions, ["a", "b"], ["1", "1"], {})[0].tolist() == [1, 1]
-
-
-@pytest.mark.parametrize(("values", "got"), [
-    ([1.0] * 7, "7 values"), (torch.ones(1, 8), "1 values"), (torch.tensor(1.0), "one float"), (None, "one NoneType"),
-    ("11111111", "one str"), ({i: 1.0 for i in range(8)}, "one dict"), ((1.0 for _ in range(8)), "one generator"),
-])  # fmt: skip
-def test_wrong_number_of_values_is_refused(values, got):
-    with pytest.raises(ValueError, match=f"constant returned {got}, expected 8"):
-        run_score(values, size=8)
-
-
-@pytest.mark.parametrize("bad", [
-    None, "1.0", [1.0], 1j, 10**400, 1e39, -math.inf, np.complex64(1), np.float16("inf"), torch.ones(1), np.ones(1),
-    torch.tensor(math.inf), Decimal("1.0"),
-])  # fmt: skip
-def test_value_that_is_no_finite_number_is_refused(bad):
-    with pytest.raises(ValueError, match=r"(?s)constant is .* in row 2, 'completion 2': .*finite"):
-        run_score([1.0, 0.0, bad, 1.0])
-    with pytest.raises(ValueError, match=r"(?s)model_x is .* in row 1, 'b'"):
-        score([], ["a", "b"], ["1", "1"], {}, {"model_x": ([0.0, bad], 1.0)})
-
-
-@pytest.mark.parametrize("error", [KeyError("level"), SystemExit(0)])
-def test_exception_names_the_function_and_keeps_its_cause(error):
-    function = mock.Mock(side_effect=error, __name__="fails")
-    work = background.start(score, [(function, 1.0)], ["a", "b"], ["1", "1"], {})  # as the loops call it
-    with pytest.raises(RuntimeError, match=f"reward fails raised {type(error).__name__} on rows 0 to 1") as caught:
-        work.result()
-    assert caught.value.__cause__ is error
-    function.side_effect = KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt):
-        score([(function, 1.0)], ["a", "b"], ["1", "1"], {})
-
-
-def test_a_reward_function_may_change_its_arguments():
-    def greedy(completions, answers, level, accepted, **columns):
-        assert (completions, answers, level) == (["a", "b"], ["1", "2"], [3, 4])
-        accepted[0].append("b")  # the list of one row, which all rows of its group share
-        assert accepted[1] == ["a"]
-        completions[0], answers[1] = "changed", "changed"
-        level.clear()
-        columns["info"][0]["x"] = 2
-        return [1.0, 0.0]
-
-    completions, answers, shared = ["a", "b"], ["1", "2"], ["a"]
-    columns = {"level": [3, 4], "accepted": [shared, shared], "info": [{"x": 1}, None]}
-    score([(greedy, 1.0), (functools.partial(greedy), 1.0)], completions, answers, columns)
-    assert (completions, answers, shared) == (["a", "b"], ["1", "2"], ["a"])
-    assert columns == {"level": [3, 4], "accepted": [["a"], ["a"]], "info": [{"x": 1}, None]}
-
-
-def test_sums_beyond_fp32_are_refused_and_names_weights_and_columns_are_checked():
-    def big(value, weight=1.0):
-        return constant([0.0, value], f"gives {value}"), weight
-
-    # the last: not even where the next function would bring back a number
-    for functions in ([big(3e38, 2.0)], [big(3e38), big(2e38)], [big(3e38, 2.0), big(-3e38, 2.0)]):
-        with pytest.raises(ValueError, match=r"gives .e\+38 times weight .* exceeds fp32 .* row 1"):
-            score(functions, ["a", "b"], ["1", "1"], {})
-    one = (constant([1.0]), 1.0)
-    for functions, extra in [([], None), ([one, one], None), ([one], {"constant": ([1.0], 1.0)})]:
-        with pytest.raises(ValueError, match=r"at least one, .*own name"):
-            score(functions, ["a"], ["1"], {}, extra)
-    with pytest.raises(ValueError, match="constant has weight inf"):
-        score([(one[0], math.inf)], ["a"], ["1"], {})
-    for answers, columns in [(["1"], {"level": [1, 2]}), (["1", "2"], {})]:
-        with pytest.raises(ValueError, match=r"column (level|answers) has 2 values for 1 completions"):
-            score([one], ["a"], answers, columns)
 
 
 TEMPLATE = "{% for m in messages %}{{ '<s> ' if loop.first }}{{ m.role }} : {{ m.content }} {% endfor %}</s>"

@@ -22,7 +22,7 @@ from common.generation import rollout
 from common.model import logprobs
 from common.planning import layouts
 from common.run import checkpoint
-from common.tasks import rewards
+from common.tasks import scoring
 from common.training import optim
 
 parity = partial(pytest.param, marks=pytest.mark.parity)
@@ -91,7 +91,7 @@ class Raising:
 
 def watch(module: ModuleType) -> None:
     """Prints what the sampler and the rewards are given; rewards and log-probabilities wait until the other begins."""
-    fill, init, score = logprobs.fill, rollout.Sampler.__init__, rewards.score
+    fill, init, score = logprobs.fill, rollout.Sampler.__init__, scoring.score
     begun = {name: threading.Event() for name in ("reward", "logprobs")}
 
     def meet(own, other):
@@ -104,16 +104,16 @@ def watch(module: ModuleType) -> None:
             meet("logprobs", "reward")
         fill(*args)
 
-    def watched_score(functions, completions, answers, columns, **options):
+    def watched_score(functions, arguments, *extra):
         meet("reward", "logprobs")
-        print("tokens", columns["completion_tokens"], flush=True)
-        return score(functions, completions, answers, columns, **options)
+        print("tokens", arguments["completion_tokens"], flush=True)
+        return score(functions, arguments, *extra)
 
     def watched_init(self, replicas, **options):
         print("sampler", sorted(options.items()), flush=True)
         init(self, replicas, **options)
 
-    logprobs.fill, rollout.Sampler.__init__, rewards.score = watched_fill, watched_init, watched_score
+    logprobs.fill, rollout.Sampler.__init__, scoring.score = watched_fill, watched_init, watched_score
 
 
 def spoil(module: ModuleType) -> None:

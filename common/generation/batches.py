@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from common.generation import stopping
 from common.model.images import Images
 
 # fields that stay on the CPU, so that cutting a batch never syncs
@@ -65,7 +66,7 @@ class Rollout:
         rollout_logps: [B, C] fp32, of the distribution sampled from, as the decode engine computed it.
         prompt_lengths: [B] int64, on the CPU.
         lengths: [B] int64, on the CPU: tokens sampled.
-        truncated: [B] bool, on the CPU: cut off by the limit before an end token.
+        truncated: [B] bool, on the CPU: cut off by the limit before an end token or stop string.
         rows: [B] int64, on the CPU: place of each sequence in the rollout; parts of a batch keep it.
         images: of the prompts, if the policy is given any.
     """
@@ -112,16 +113,27 @@ class Rollout:
         """Prompt and completion tokens of all rows."""
         return int((self.prompt_lengths + self.lengths).sum())
 
-    def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    def texts(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = ()) -> list[str]:
         """Completions as text, without end and pad tokens; other special tokens, such as <think>, stay.
 
         Args:
             tokenizer: the policy's.
+            stops: texts at which sampling stopped; a completion is cut before the first one.
         """
+
+        def decode(ids: list[int]) -> str:
+            kept = [token for token in ids if token != tokenizer.pad_token_id]
+            return tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
         texts = []
-        for ids, truncated in zip(self.completions, self.truncated.tolist(), strict=True):
-            kept = [t for t in ids[: len(ids) if truncated else -1].tolist() if t != tokenizer.pad_token_id]
-            texts.append(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        for row, truncated in zip(self.completions, self.truncated.tolist(), strict=True):
+            ids = row.tolist()
+            text = decode(ids) if truncated or stops else ""
+            if (end := stopping.find(text, stops)) >= 0:
+                text = text[:end]
+            elif not truncated:  # the last token is an end token
+                text = decode(ids[:-1])
+            texts.append(text)
         return texts
 
 
@@ -302,6 +314,7 @@ def assemble(
     pad_id: int,
     end_ids: Sequence[int],
     images: Images | None = None,
+    stopped_B: torch.Tensor | None = None,
 ) -> RolloutBatch:
     """Batches prompts and completions, sampled or given.
 
@@ -313,12 +326,14 @@ def assemble(
         pad_id: fills rows up.
         end_ids: every token that ends a completion.
         images: of the P prompts, if the policy is given any.
+        stopped_B: [B] bool on the CPU, which completions end with a stop string; None: none.
     """
     home = tokens_BC.device
     sampled_BC = tokens_BC >= 0
     lengths = sampled_BC.sum(1).cpu()
     last_B = tokens_BC.gather(1, (lengths - 1).to(home)[:, None]).squeeze(1)
     width = int(lengths.max())
+    truncated = ~torch.isin(last_B.cpu(), torch.tensor(list(end_ids)))
     prompt_lengths = torch.tensor([len(ids) for ids in prompts])
     prompt_ids = pad_sequence([torch.tensor(ids) for ids in prompts], True, pad_id, padding_side="left")
     return RolloutBatch(
@@ -327,7 +342,7 @@ def assemble(
         rollout_logps=logps_BC[:, :width],
         prompt_lengths=prompt_lengths.repeat_interleave(group_size),
         lengths=lengths,
-        truncated=~torch.isin(last_B.cpu(), torch.tensor(list(end_ids))),
+        truncated=truncated if stopped_B is None else truncated & ~stopped_B,
         rows=torch.arange(len(lengths)),
         images=None if images is None else images.repeat(group_size),
         trained=torch.ones(len(lengths), dtype=torch.bool),

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from common.base import devices
 from common.generation.runner import NOT_FINITE, Runner
 from common.generation.scheduler import CHECK_EVERY, SMALLEST_BATCH, Scheduler, Space, prefill_parts
+from common.generation.stopping import Stopping
 from common.maths.sampling import Sampling
 from common.model import attention
 from common.model.images import Images
@@ -74,6 +75,7 @@ class Engine:
         sampling: Sampling,
         max_rows: int = 0,
         images: Images | None = None,
+        stopping: Stopping | None = None,
     ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
         """Completions of every prompt; yields while the device is at work, so that engines can take turns.
 
@@ -84,6 +86,7 @@ class Engine:
             sampling: the distribution tokens are drawn from.
             max_rows: sequences decoded at once, at most; 0: as many as memory holds. The others wait.
             images: of the P prompts, if the model is given any.
+            stopping: ends rows at a stop string, at the next host check; the caller cuts what follows it.
 
         Returns:
             Tokens [B, T] int64, -1 after the end, and their log-probabilities [B, T] fp32, 0 after the end.
@@ -112,6 +115,8 @@ class Engine:
                     runner.advance(b, sampling, longest + i)
                 schedule.step += steps
                 yield
+                if stopping:
+                    runner.stop(rows, stopping, steps + 1)
                 kept = schedule.close_gaps(runner.done(rows))
                 if kept is not None:
                     runner.keep(kept, rows)

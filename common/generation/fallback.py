@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from common.generation.runner import NOT_FINITE
 from common.generation.scheduler import CHECK_EVERY
+from common.generation.stopping import Stopping
 from common.maths.sampling import Sampling, distribution, draw
 from common.model import merging
 from common.model.head import vocabulary_logits, wide_weight
@@ -30,6 +31,7 @@ def decode(
     suppressed_ids: Sequence[int] = (),
     max_rows: int = 0,
     images: Images | None = None,
+    stopping: Stopping | None = None,
 ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
     """Completions of every prompt; yields after each token, so that several GPUs can take turns.
 
@@ -43,6 +45,7 @@ def decode(
         suppressed_ids: tokens that are never drawn.
         max_rows: sequences decoded at once, at most, but one group at least; 0: all.
         images: of the P prompts, if the model is given any.
+        stopping: ends rows at a stop string, within a few tokens; the caller cuts what follows it.
 
     Returns:
         Tokens [B, T] int64, -1 after the end, and their log-probabilities [B, T] fp32, 0 after the end.
@@ -56,7 +59,7 @@ def decode(
         part = prompts[i : i + at_once]
         rows = slice(i * group_size, (i + len(part)) * group_size)
         own = None if images is None else images.select(torch.arange(i, i + len(part)))
-        work = part, group_size, uniforms[rows], sampling, end_ids, suppressed_ids, own
+        work = part, group_size, uniforms[rows], sampling, end_ids, suppressed_ids, own, stopping
         parts.append((yield from _decode(model, *work)))
     tokens, logps = zip(*parts, strict=True)
     return torch.cat(tokens), torch.cat(logps)
@@ -71,6 +74,7 @@ def _decode(
     end_ids: Sequence[int],
     suppressed_ids: Sequence[int],
     images: Images | None,
+    stopping: Stopping | None,
 ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
     """`decode` for prompts that are decoded at once."""
     device, (B, T) = model.device, uniforms.shape
@@ -119,6 +123,8 @@ def _decode(
             if t == T - 1:
                 break
             if t % check_every == 0:
+                if stopping:
+                    ended |= torch.tensor(stopping.ended(tokens_BT[rows], check_every), device=device)
                 running = (~ended).nonzero().squeeze(-1)
                 if len(running) == 0:
                     break

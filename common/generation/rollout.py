@@ -22,6 +22,7 @@ from common.base.distributed import print_main
 from common.generation import fallback
 from common.generation.batches import RolloutBatch, assemble, deal
 from common.generation.engine import Engine
+from common.generation.stopping import Stopping
 from common.maths.sampling import Sampling, uniforms
 from common.model import attention
 from common.model.images import Images, is_vlm
@@ -45,6 +46,7 @@ class Sampler:
         suppressed_ids: Sequence[int] = (),
         rollout_batch: int = 0,
         compile: bool = True,
+        stopping: Stopping | None = None,
     ):
         """Chooses how each replica decodes, and logs it.
 
@@ -62,10 +64,11 @@ class Sampler:
             rollout_batch: completions decoded at once per replica, at most, but one group at least; 0: as many as
                 memory holds.
             compile: compile the small operations of a step, on a GPU.
+            stopping: stop strings, which end a completion as an end token does.
         """
         self.replicas, self.end_ids, self.pad_id = replicas, tuple(end_ids), pad_id
         self.suppressed_ids, self.rollout_batch = tuple(suppressed_ids), rollout_batch  # lowered if memory runs out
-        self.max_new_tokens = max_new_tokens
+        self.max_new_tokens, self.stopping = max_new_tokens, stopping
         self.sampling = Sampling(1.0, top_p, top_k, min_p, min_new_tokens)
         self.engines: list[Engine | None] = []
         self._warned_of_window, self._warned_of_positions = False, False
@@ -116,7 +119,8 @@ class Sampler:
         prompt_numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
         uniforms_BC = uniforms(seed, step, prompt_numbers, group_size, self.max_new_tokens)
         tokens_BC, logps_BC = self._decode(prompts, group_size, uniforms_BC, sampling, images)
-        return assemble(prompts, group_size, tokens_BC, logps_BC, self.pad_id, self.end_ids, images)
+        stopped_B = self.stopping.cut(tokens_BC, logps_BC) if self.stopping else None
+        return assemble(prompts, group_size, tokens_BC, logps_BC, self.pad_id, self.end_ids, images, stopped_B)
 
     def _decode(
         self,
@@ -139,9 +143,9 @@ class Sampler:
             own = None if images is None else images.select(torch.tensor(share))
             work = [prompts[k] for k in share], group_size, uniforms_bC, sampling
             if within_window and self.engines[replica]:
-                return self.engines[replica].decode(*work, self.rollout_batch, own)
+                return self.engines[replica].decode(*work, self.rollout_batch, own, self.stopping)
             ids = self.end_ids, self.suppressed_ids
-            return fallback.decode(self.replicas[replica], *work, *ids, self.rollout_batch, own)
+            return fallback.decode(self.replicas[replica], *work, *ids, self.rollout_batch, own, self.stopping)
 
         parts = None
         while parts is None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from common.generation.cache import Cache, FlashCache, SdpaCache
 from common.generation.scheduler import Group, Space
+from common.generation.stopping import Stopping
 from common.maths.sampling import Sampling, distribution, draw
 from common.model import attention, merging
 from common.model.head import vocabulary_logits, wide_weight
@@ -178,6 +179,20 @@ class Runner:
             places = torch.tensor(kept, dtype=torch.long, device=self.device)
             for tensor in self.cache.row_tensors:
                 tensor[: len(kept)] = tensor[places]
+
+    def stop(self, rows: int, stopping: Stopping, new: int) -> None:
+        """Marks rows as ended whose text holds a stop string; syncs.
+
+        Args:
+            rows: of the batch.
+            stopping: finds stop strings.
+            new: tokens of each row since the last call, at most.
+        """
+        T = self.cache.space.tokens
+        running = (self.state.done[:rows] == 0).nonzero().squeeze(-1)
+        tokens = self.out_tokens[: len(self.out_tokens) // T * T].view(-1, T)[self.state.sequence[running]]
+        ended = torch.tensor(stopping.ended(tokens, new), dtype=torch.bool, device=self.device)
+        self.state.done[running[ended]] = 1
 
     def done(self, rows: int) -> list[bool]:
         """Which rows of the batch have ended; syncs."""

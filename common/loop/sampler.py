@@ -1,5 +1,6 @@
 """Samples completions from a policy, for training and for evaluation."""
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from common.base import background, distributed
 from common.generation import rollout
 from common.generation.batches import RolloutBatch
+from common.generation.stopping import Stopping
 from common.loop.policy import Policy
 from common.loop.scorer import Scorer
 from common.maths import advantages
@@ -16,8 +18,9 @@ from common.model import sources
 from common.model.images import Images
 from common.run import metrics
 from common.run.metrics import Log
+from common.tasks import accuracy
 from common.tasks.data import Example, PromptStream
-from common.tasks.rewards import Scored
+from common.tasks.scoring import Scored
 
 
 class Sampler(rollout.Sampler):
@@ -40,6 +43,7 @@ class Sampler(rollout.Sampler):
             pad_id=policy.tokenizer.pad_token_id, max_new_tokens=cfg.max_new_tokens, min_new_tokens=cfg.min_new_tokens,
             top_p=cfg.top_p, top_k=cfg.top_k, min_p=cfg.min_p, suppressed_ids=suppressed_ids,
             rollout_batch=cfg.rollout_batch, compile=cfg.compile,
+            stopping=Stopping(cfg.stops, policy.tokenizer) if cfg.stops else None,
         )  # fmt: skip
         self.cfg, self.policy = cfg, policy
         if examples:
@@ -88,40 +92,71 @@ class Sampler(rollout.Sampler):
             step=step, prompt_numbers=numbers, images=images,
         )  # fmt: skip
 
-    def sample_one(
+    def sample(
         self,
         examples: Sequence[Example],
         temperature: float,
+        group_size: int = 1,
         numbers: Sequence[int] | None = None,
         images: Images | None = None,
     ) -> RolloutBatch:
-        """Samples one completion of each prompt, for an evaluation.
+        """Samples completions for an evaluation.
 
         Args:
             examples: prompts.
             temperature: 0: greedy.
+            group_size: completions of each prompt.
             numbers: seeds of the prompts' random streams; default: 0..P-1.
             images: of the prompts.
         """
         self.policy.refresh_copies()
         prompts = [e.prompt_ids for e in examples]
-        return self.generate(prompts, group_size=1, temperature=temperature, prompt_numbers=numbers, images=images)
+        return self.generate(prompts, group_size=group_size, temperature=temperature, prompt_numbers=numbers,
+                             images=images)  # fmt: skip
 
 
-def evaluate(cfg: Any, sampler: Sampler, scorer: Scorer, examples: Sequence[Example]) -> float:
-    """Mean reward of greedy completions over the examples of all ranks; a collective.
+def evaluate(
+    cfg: Any, sampler: Sampler, scorer: Scorer, examples: Sequence[Example], step: int = 0
+) -> dict[str, float]:
+    """Evaluates a policy over the examples of all ranks; a collective.
 
     Args:
-        cfg: a `settings.Settings`.
+        cfg: a `settings.RLSettings`.
         sampler: samples completions.
         scorer: scores them.
         examples: of this rank.
+        step: steps done, for reward functions.
+
+    Returns:
+        `eval_reward` of greedy completions, and of each reward function if there are several. With
+        `eval_samples` k: `eval_pass_at_1`, `eval_pass_at_k` and `eval_majority_of_k`, where a
+        completion is right if the first reward function gives it at least 1.
     """
-    rewards_E, size = [], cfg.batch_size * cfg.group_size
+    greedy, accuracies = [], []
+    size, k = cfg.batch_size * cfg.group_size, cfg.eval_samples
     with distributed.share_errors("evaluate"):
         for part in [examples[i : i + size] for i in range(0, len(examples), size)]:
-            rewards_E.append(scorer.score(part, sampler.sample_one(part, temperature=0)).rewards)
-    return metrics.mean_scored(rewards_E)
+            greedy.append(scorer.score(part, sampler.sample(part, temperature=0), step))
+        size = max(1, size // max(1, k))
+        for part in [examples[i : i + size] for i in range(0, len(examples), size)] if k else []:
+            batch = sampler.sample(part, cfg.temperature, k, [e.index for e in part])
+            accuracies += _accuracies(scorer.score(part, batch, step), k)
+    return metrics.mean_rewards(greedy) | metrics.mean_values(accuracies)
+
+
+def _accuracies(scored: Scored, k: int) -> list[dict[str, float]]:
+    """Accuracies of each prompt with k samples that were all scored, by name of the metric."""
+    values_PK = next(iter(scored.by_function.values())).view(-1, k).tolist()
+    found = []
+    for i, values in enumerate(values_PK):
+        right = [value >= 1 for value in values]
+        if not any(map(math.isnan, values)):
+            found.append({
+                "eval_pass_at_1": sum(right) / k,
+                f"eval_pass_at_{k}": float(any(right)),
+                f"eval_majority_of_{k}": accuracy.majority_is_right(scored.completions[i * k : (i + 1) * k], right),
+            })  # fmt: skip
+    return found
 
 
 def resample(
@@ -164,7 +199,7 @@ def resample(
                     rows = [place * cfg.group_size + g for place in places for g in range(cfg.group_size)]
                     new = sampler.rollout(new_P, step, numbers)
                     batch = batch.put(torch.tensor(rows), new)
-                    scored.put(rows, scorer.score(new_P, new))
+                    scored.put(rows, scorer.score(new_P, new, step))
             replaced += len(places)
     log.add(len(examples_P), resampled=replaced / len(examples_P))
     return batch

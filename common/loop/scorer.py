@@ -12,10 +12,10 @@ from common.maths import advantages
 from common.model import sources
 from common.model.reward_models import RewardModel
 from common.run import checkpoint, interrupts
-from common.tasks import data, rewards
+from common.tasks import answers, data, rewards, scoring
 from common.tasks.data import Example
 from common.tasks.reward_client import RewardService
-from common.tasks.rewards import Scored
+from common.tasks.scoring import Scored
 
 
 class Scorer:
@@ -28,6 +28,7 @@ class Scorer:
         functions: Sequence[tuple[Callable, float]],
         gpus: devices.Layout | None = None,
         resumed: Path | None = None,
+        examples: Sequence[Example] = (),
     ):
         """Loads the reward model or connects to the service that the configuration names.
 
@@ -37,7 +38,13 @@ class Scorer:
             functions: pairs of reward function and weight.
             gpus: device of the reward model; default: the first GPU, or the CPU.
             resumed: checkpoint; the service must be the one that it was saved with.
+            examples: all rows of the run; the reward functions are checked against them.
+
+        Raises:
+            ValueError: a reward function has an argument that does not exist; see `scoring.check`.
         """
+        if not cfg.reward_url:
+            check_functions(functions, examples)
         self.cfg, self.tokenizer, self.functions, self.model, self.service = cfg, tokenizer, functions, None, None
         if cfg.reward_model:
             device = (gpus or devices.layout(cfg.device, policy=(0,), reward=None)).reward
@@ -50,25 +57,56 @@ class Scorer:
         """What a checkpoint records, so that a resumed run can refuse another service."""
         return {"reward_service": self.service.fingerprint if self.service else None}
 
-    def score(self, examples_P: Sequence[Example], batch: RolloutBatch) -> Scored:
+    def score(self, examples_P: Sequence[Example], batch: RolloutBatch, step: int = 0) -> Scored:
         """Scores completions.
 
         Args:
             examples_P: prompts.
             batch: B completions, equally many per prompt.
+            step: of the training, for reward functions.
 
         Returns:
             Texts, rewards [B], and rewards [B] by function, reward model or part of a service.
         """
         group_size = len(batch) // len(examples_P)
-        completions_B, answers_B, columns = collate(examples_P, batch, self.tokenizer)
-        functions, extra = self.functions, {}
+        arguments = collate(examples_P, batch, self.tokenizer, step, self.cfg.stops)
+        completions_B, functions, extra = arguments["completions"], self.functions, {}
         if self.service:
-            functions, extra = (), self.service.scores(completions_B, answers_B, columns, group_size)
+            functions, extra = (), self.service.scores(arguments, group_size)
         elif self.model:
-            prompts_B = [example.prompt for example in examples_P for _ in range(group_size)]
-            extra = {"reward_model": (self.model.scores(prompts_B, completions_B), self.cfg.reward_model_weight)}
-        return Scored(completions_B, *rewards.score(functions, completions_B, answers_B, columns, extra=extra))
+            scores_B = self.model.scores(arguments["prompts"], completions_B)
+            extra = {"reward_model": (scores_B, self.cfg.reward_model_weight)}
+        return Scored(completions_B, *scoring.score(functions, arguments, extra))
+
+
+def check_functions(functions: scoring.Functions, examples: Sequence[Example]) -> None:
+    """Checks reward functions against the rows that they will score.
+
+    Prints how many gold answers `math_match` cannot grade, if a function calls it.
+
+    Args:
+        functions: pairs of reward function and weight.
+        examples: all rows of the run.
+
+    Raises:
+        ValueError: as in `scoring.check`.
+    """
+    for columns in {tuple(example.columns): None for example in examples}:  # those of each source of data
+        scoring.check(functions, columns)
+    if distributed.rank() == 0 and any(_calls_math_match(function) for function, _ in functions):
+        golds = {example.answer: example.index for example in examples
+                 if example.answer is not None and example.columns.get("accepted") is None}  # fmt: skip
+        if rows := answers.ungradable(list(golds)):
+            gold = list(golds)[rows[0]]
+            print(f"warning: math_match cannot grade {len(rows)} of {len(golds)} different gold answers, such as row "
+                  f"{golds[gold]}: {gold!r:.80}; these rows are unscored")  # fmt: skip
+
+
+def _calls_math_match(function: Callable) -> bool:
+    """Whether a function is `math_match` or names it in its code."""
+    function = getattr(function, "func", function)  # of a functools.partial
+    code = getattr(function, "__code__", None)
+    return function is rewards.math_match or (code is not None and "math_match" in code.co_names)
 
 
 def find_service(cfg: Any, resumed: Path | None) -> RewardService:
@@ -86,13 +124,31 @@ def find_service(cfg: Any, resumed: Path | None) -> RewardService:
         return RewardService(cfg.reward_url, patience_s=cfg.reward_patience, fingerprint=fingerprint)
 
 
-def collate(examples_P: Sequence[Example], batch: RolloutBatch, tokenizer: Any) -> tuple[list[str], list, dict]:
-    """Arguments of reward functions, one entry per completion: texts, answers and columns."""
-    answers_B, columns = data.collate_columns(examples_P, len(batch) // len(examples_P))
-    columns["completion_tokens"] = batch.lengths.tolist()
-    starts_B = [example.reply_start for example in examples_P for _ in range(len(batch) // len(examples_P))]
-    texts_B = [start + text for start, text in zip(starts_B, batch.texts(tokenizer), strict=True)]
-    return texts_B, answers_B, columns
+def collate(
+    examples_P: Sequence[Example], batch: RolloutBatch, tokenizer: Any, step: int = 0, stops: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Arguments of reward functions by name; see common/tasks/scoring.py.
+
+    Args:
+        examples_P: prompts.
+        batch: B completions, equally many per prompt.
+        tokenizer: of the policy.
+        step: of the training.
+        stops: texts at which completions stop, which are cut off.
+    """
+    group_size = len(batch) // len(examples_P)
+    repeated = [example for example in examples_P for _ in range(group_size)]
+    answers_B, columns = data.collate_columns(examples_P, group_size)
+    texts_B = batch.texts(tokenizer, stops)
+    return {
+        "prompts": [example.prompt for example in repeated],
+        "completions": [example.reply_start + text for example, text in zip(repeated, texts_B, strict=True)],
+        "answers": answers_B,
+        "completion_tokens": batch.lengths.tolist(),
+        "completion_ids": [ids.tolist() for ids in batch.completions],
+        "step": step,
+        **columns,
+    }
 
 
 def add_overlong_penalty(cfg: Any, scored: Scored, batch: RolloutBatch) -> None:

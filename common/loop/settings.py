@@ -3,6 +3,7 @@
 A script changes a default by redefining the field. The comment of a field is its --help text.
 """
 
+import json
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +15,7 @@ class Settings:
     max_prompt_tokens: int = 512  # longer prompts are dropped and counted
 
     min_new_tokens: int = 0  # no end token before this many tokens
+    stop_strings: str = ""  # JSON list of texts that end a completion, such as '["\\nQ:"]'; "": the end tokens alone do
     truncated: Literal["keep", "mask"] = "keep"  # completions cut off by max_new_tokens: "mask" excludes them
     top_p: float = 1.0  # nucleus sampling: keep the likeliest tokens up to this probability; below 1 biases ratios
     top_k: int = 0  # sample from this many of the likeliest tokens; 0: all; otherwise biases ratios
@@ -46,6 +48,11 @@ class Settings:
     collapse_steps: int = 10  # steps in a row that a metric has to be outside its range
     profile: int = 0  # steps to trace with the torch profiler, from the third on, into out_dir/profile/
 
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts of `stop_strings`."""
+        return tuple(json.loads(self.stop_strings or "[]"))
+
 
 @dataclass(frozen=True)
 class PromptSettings(Settings):
@@ -71,5 +78,6 @@ class RLSettings(RewardSettings, PromptSettings):
     reward_model: str = ""  # sequence classifier with one output, hub id or folder; its score is added to REWARDS
     reward_model_weight: float = 1.0  # weight of its score in the sum
     overlong_cache: int = 0  # last tokens before max_new_tokens, where a penalty grows to -1 (DAPO, Eq. 13); 0: none
+    eval_samples: int = 0  # completions per prompt for eval_pass_at_k and eval_majority_of_k, sampled as in training
     dynamic_sampling: int = 0  # rounds in which new prompts replace groups with equal rewards (DAPO); 0: none
     reference_refresh: int = 0  # steps between copies of the policy into the reference; 0: never

@@ -1,6 +1,7 @@
 """Distillation: the student, its teacher, on- and off-policy completions, and evaluation."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ from common.generation.batches import RolloutBatch
 from common.loop.offloading import Offloading
 from common.loop.policy import Policy
 from common.loop.sampler import Sampler
-from common.loop.scorer import collate
+from common.loop.scorer import check_functions, collate
 from common.loop.trainer import Counts, Stats
 from common.model import logprobs
-from common.run import checkpoint, interrupts
-from common.tasks import rewards
+from common.run import checkpoint, interrupts, metrics
+from common.tasks import scoring
 from common.tasks.data import Example, PromptStream
-from common.tasks.rewards import Scored
+from common.tasks.scoring import Scored
 
 
 class Student(Policy):
@@ -98,20 +99,32 @@ def load_teacher(cfg: Any, gpus: devices.Layout, student: Student, resumed: Path
 class AnsweredScorer:
     """Scores completions of rows that have an answer; the reward of other rows is NaN."""
 
-    def __init__(self, tokenizer: Any, functions: Sequence[tuple[Callable, float]]):
-        """Takes the student's tokenizer, and pairs of reward function and weight."""
-        self.tokenizer, self.functions = tokenizer, functions
+    def __init__(self, cfg: Any, tokenizer: Any, functions: scoring.Functions, examples: Sequence[Example] = ()):
+        """Checks the reward functions.
 
-    def score(self, examples_P: Sequence[Example], batch: RolloutBatch) -> Scored:
-        """Scores completions; as `Scorer.score`, without rewards by function."""
-        completions_B, answers_B, columns = collate(examples_P, batch, self.tokenizer)
-        answered = [i for i, answer in enumerate(answers_B) if answer is not None]
-        rewards_B = torch.full((len(completions_B),), float("nan"))
+        Args:
+            cfg: Config of a GKD script.
+            tokenizer: of the student.
+            functions: pairs of reward function and weight.
+            examples: all rows of the run.
+
+        Raises:
+            ValueError: as in `scoring.check`.
+        """
+        check_functions(functions, examples)
+        self.cfg, self.tokenizer, self.functions = cfg, tokenizer, functions
+
+    def score(self, examples_P: Sequence[Example], batch: RolloutBatch, step: int = 0) -> Scored:
+        """Scores completions; as `Scorer.score`, with rewards by function if there are several."""
+        arguments = collate(examples_P, batch, self.tokenizer, step, self.cfg.stops)
+        answered = [i for i, answer in enumerate(arguments["answers"]) if answer is not None]
+        scored = Scored(arguments["completions"], torch.full((len(batch),), math.nan), {})
         if answered:
-            picked = {name: [values[i] for i in answered] for name, values in columns.items()}
-            texts, answers = [completions_B[i] for i in answered], [answers_B[i] for i in answered]
-            rewards_B[answered] = rewards.score(self.functions, texts, answers, picked)[0]
-        return Scored(completions_B, rewards_B, {})
+            own = {name: [values[i] for i in answered] if isinstance(values, list) else values
+                   for name, values in arguments.items()}  # fmt: skip
+            total, by_function = scoring.score(self.functions, own)
+            scored.put(answered, Scored(own["completions"], total, by_function if len(by_function) > 1 else {}))
+        return scored
 
 
 class MixedCompletions:
@@ -187,7 +200,7 @@ class MixedCompletions:
 @torch.no_grad()
 def evaluate(
     cfg: Any, sampler: Sampler, student: Student, teacher: Any, scorer: AnsweredScorer, offloading: Offloading,
-    examples: Sequence[Example], loss: Callable,
+    examples: Sequence[Example], loss: Callable, step: int = 0,
 ) -> dict[str, float]:  # fmt: skip
     """Evaluates a student over the examples of all ranks; a collective.
 
@@ -200,13 +213,15 @@ def evaluate(
         offloading: moves the teacher to its GPU.
         examples: of this rank.
         loss: of the script: (student, micro, cfg, counts) -> loss, `Stats`.
+        step: steps done, for reward functions.
 
     Returns:
         Reward of greedy completions; per token: divergence from the teacher and the teacher's
         negative log-likelihood on sampled completions, and the student's negative log-likelihood of
         answers.
     """
-    sums = {name: [0.0, 0] for name in ("reward", "reverse_kl", "forward_kl", "teacher_nll", "answer_nll")}
+    sums = {name: [0.0, 0] for name in ("reverse_kl", "forward_kl", "teacher_nll", "answer_nll")}
+    greedy: list[Scored] = []
     student, home = student.unsharded, student.home
 
     def add(name: str, total: float, count: int) -> None:
@@ -220,9 +235,8 @@ def evaluate(
     size = cfg.batch_size * cfg.group_size
     with distributed.share_errors("evaluate"), offloading.teacher_for_evaluation():
         for part in [examples[i : i + size] for i in range(0, len(examples), size)]:
-            rewards_E = scorer.score(part, sampler.sample_one(part, temperature=0)).rewards
-            add("reward", rewards_E.nansum(), int((~rewards_E.isnan()).sum()))
-            batch = sampler.sample_one(part, cfg.temperature, [e.index for e in part])
+            greedy.append(scorer.score(part, sampler.sample(part, temperature=0), step))
+            batch = sampler.sample(part, cfg.temperature, numbers=[e.index for e in part])
             for micro, stats in micro_stats(batch.to(home)):
                 add("teacher_nll", -stats.means["teacher_logps"] * micro.num_tokens, micro.num_tokens)
                 for name in {"reverse_kl", "forward_kl"} & stats.means.keys():
@@ -234,4 +248,6 @@ def evaluate(
                 for micro, stats in micro_stats(batch):
                     add("answer_nll", -stats.means["student_logps"] * micro.num_tokens, micro.num_tokens)
     totals = {name: [distributed.sum_over_ranks(x) for x in pair] for name, pair in sums.items()}
-    return {f"eval_{name}": total / count for name, (total, count) in totals.items() if count}
+    means = {f"eval_{name}": total / count for name, (total, count) in totals.items() if count}
+    rewards = metrics.mean_rewards(greedy)
+    return means if math.isnan(rewards["eval_reward"]) else rewards | means

@@ -4,11 +4,13 @@ The README of each algorithm explains its metrics.
 """
 
 import json
+import math
 import os
 import resource
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from common.base import devices, distributed, storage
 from common.generation.batches import RolloutBatch
 from common.maths import advantages
 from common.tasks.data import Example
+from common.tasks.scoring import Scored
 
 NUM_SAMPLES = 4  # prompts per entry in samples.jsonl
 IN_BAR = {"reward": "reward", "len": "completion_length", "clip": "clip_fraction", "div": "divergence",
@@ -182,12 +185,14 @@ class Log(StepMetrics):
         }
         ranks = distributed.gather_objects(own)
         line: dict[str, Any] = {"step": step}
-        for name in own["sums"]:
-            weight = sum(r["weights"][name] for r in ranks)
-            line[name] = sum(r["sums"][name] for r in ranks) / weight if weight else None
-        line |= {name: max(r["max"][name] for r in ranks) for name in own["max"]}
+        # a rank may lack a metric: a service reports some numbers for some completions only
+        for name in dict.fromkeys(name for r in ranks for name in r["sums"]):
+            weight = sum(r["weights"].get(name, 0.0) for r in ranks)
+            line[name] = sum(r["sums"].get(name, 0.0) for r in ranks) / weight if weight else None
+        maxima = [r["max"] for r in ranks]
+        line |= {name: max(own[name] for own in maxima if name in own) for name in dict.fromkeys(chain(*maxima))}
         line |= values
-        line["seconds"] = sum(line[name] for name in own["sums"] if name.startswith("seconds_"))
+        line["seconds"] = sum(line[name] for name in line if name.startswith("seconds_"))
         if "seconds_similarity" in line:
             line["similarity_share"] = line["seconds_similarity"] / line["seconds"]
         line["tokens_per_second"] = self._tokens / line["seconds"]
@@ -215,27 +220,28 @@ class Log(StepMetrics):
             self._write({"step": step, **values})
             self.print_above_bar(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in values.items()))
 
-    def samples(
-        self, step: int, examples: list[Example], completions: list[str], rewards: list[float], show: bool
-    ) -> None:
+    def samples(self, step: int, examples: list[Example], scored: Scored, show: bool) -> None:
         """Writes samples to read: the first completion of each of the first NUM_SAMPLES prompts.
 
         Args:
             step: from 1.
             examples: P prompts.
-            completions: P * G texts, the completions of a prompt side by side.
-            rewards: one per completion.
+            scored: P * G completions, those of a prompt side by side.
             show: print them, too.
         """
         if not self.is_main:
             return
-        group_size = len(completions) // len(examples)
+        group_size = len(scored.completions) // len(examples)
         lines = []
         for i, example in enumerate(examples[:NUM_SAMPLES]):
-            completion, reward = completions[i * group_size], rewards[i * group_size]
+            row = i * group_size
+            completion, reward = scored.completions[row], scored.rewards[row].item()
             line = {"step": step, "prompt": example.prompt, "completion": completion, "answer": example.answer}
             line |= {"id": example.columns["id"]} if "id" in example.columns else {}
-            lines.append(json.dumps({**line, "reward": _finite(reward)}, ensure_ascii=False) + "\n")
+            line |= {"reward": _finite(reward)}
+            if len(scored.by_function) > 1:
+                line["rewards"] = {name: _finite(values[row].item()) for name, values in scored.by_function.items()}
+            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
             if show:
                 self.print_above_bar(f"step {step}, reward {reward:.3g}, answer {example.answer!r}: {completion!r}")
         storage.append(self.out_dir / "samples.jsonl", "".join(lines))
@@ -273,20 +279,44 @@ class Log(StepMetrics):
                 self._board.add_scalar(name, value, line["step"])
 
 
-def mean_scored(parts: Iterable[torch.Tensor]) -> float:
-    """Mean reward of an evaluation over all ranks, NaN if nothing was scored; a collective.
+def mean_rewards(parts: Iterable[Scored]) -> dict[str, float]:
+    """Mean rewards of an evaluation over all ranks, NaN if nothing was scored; a collective.
 
     Args:
-        parts: [E] fp32 each, NaN for unscored completions, which are counted in a warning; a rank
-            may have no parts.
+        parts: scored completions of this rank, possibly none; unscored ones are left out, and
+            counted in a warning.
+
+    Returns:
+        `eval_reward`, and `eval_reward_<name>` of each reward function if there are several.
     """
-    parts = list(parts)
-    total = distributed.sum_over_ranks(sum(part.nansum().item() for part in parts))
-    missing = distributed.sum_over_ranks(sum(int(part.isnan().sum()) for part in parts))
-    count = distributed.sum_over_ranks(sum(map(len, parts))) - missing
+    values, rewards = [], []
+    for part in parts:
+        rewards += part.rewards.tolist()
+        names = part.by_function if len(part.by_function) > 1 else ()
+        values += [{f"eval_reward_{name}": x} for name in names for x in part.by_function[name].tolist()]
+    missing = distributed.sum_over_ranks(sum(map(math.isnan, rewards)))
     if missing:
-        distributed.print_main(f"warning: evaluation: {missing} of {missing + count} rewards are NaN and left out")
-    return total / count if count else float("nan")
+        count = distributed.sum_over_ranks(len(rewards))
+        distributed.print_main(f"warning: evaluation: {missing:.0f} of {count:.0f} rewards are NaN and left out")
+    return {"eval_reward": math.nan} | mean_values([{"eval_reward": x} for x in rewards] + values)
+
+
+def mean_values(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Means over all ranks by name; NaN is left out, and so is a name without values; a collective.
+
+    Args:
+        rows: values of this rank by name; a row need not have every name.
+    """
+    sums: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if not math.isnan(value):
+                total = sums.setdefault(name, [0.0, 0])
+                total[0], total[1] = total[0] + value, total[1] + 1
+    by_rank = distributed.gather_objects(sums)
+    names = dict.fromkeys(name for own in by_rank for name in own)
+    pairs = {name: [own[name] for own in by_rank if name in own] for name in names}
+    return {name: sum(total for total, _ in own) / sum(count for _, count in own) for name, own in pairs.items()}
 
 
 def _to_host(values: list[float | torch.Tensor]) -> list[float]:

@@ -3,6 +3,7 @@
 Every rule raises a ValueError.
 """
 
+import json
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from common.base.checks import above_zero, at_least, one_of, require, require_numbers
@@ -29,12 +30,23 @@ def check(cfg: Any) -> None:
     require(rows >= cfg.num_minibatches, f"num_minibatches = {cfg.num_minibatches}",
             f"must be at most the {rows} {what}", "lower it, or raise batch_size")  # fmt: skip
     no_longer_than_completions(cfg, "min_new_tokens")
+    check_stop_strings(cfg.stop_strings)
     require(
         not cfg.eval_data or (cfg.train_data == "toy") == (cfg.eval_data == "toy"),
         f"train_data = {cfg.train_data!r}, eval_data = {cfg.eval_data!r}",
         "one is the built-in task, one is not",
         "set eval_data to held-out rows of the same task, or to ''",
     )
+
+
+def check_stop_strings(text: str) -> None:
+    """Requires a JSON list of texts that are not empty, or ""."""
+    try:
+        stops = json.loads(text or "[]")
+    except ValueError:
+        stops = None
+    holds = isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)
+    require(holds, f"stop_strings = {text!r}", "must be a JSON list of texts", f"such as {json.dumps([text or 'END'])}")
 
 
 def check_rl(cfg: Any) -> None:

@@ -5,8 +5,7 @@ Reading a source is in data_sources.py, chat template and BOS in prompt_encoding
 Columns:  the prompt is the first of `prompt`, `question`, `messages` that is not null: text, or
           chat messages. The ground truth is `answer`: text, or a number, which becomes text (8 and
           8.0 become "8"). Every other column reaches the reward functions, with None in rows that
-          lack it. The names of the arguments that they get anyway are refused: `completions`,
-          `answers`, `completion_tokens`, `self`.
+          lack it. The names of the arguments that they get anyway (`scoring.ARGUMENTS`) are refused.
 Chat:     a last assistant turn is the reply to learn. It is removed from the prompt, and is the
           answer where `answer` is missing or null, unless it calls tools. Contents are text; roles
           are those of ROLES.
@@ -32,10 +31,11 @@ from common.base import distributed
 from common.base.distributed import print_main
 from common.tasks.data_sources import read_rows
 from common.tasks.prompt_encoding import SURROGATE, encode_prompts
+from common.tasks.scoring import ARGUMENTS
 
 PROMPT_COLUMNS = ("prompt", "question", "messages")
 PROMPT_LOOKALIKES = (*PROMPT_COLUMNS, "problem", "instruction", "query", "input", "text", "conversations")
-RESERVED = ("completions", "answers", "completion_tokens", "self")  # arguments of reward functions
+RESERVED = (*(name for name in ARGUMENTS if name != "answer"), "self")  # arguments of reward functions
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 ANSWER_LOOKALIKES = ("answer", "solution", "ground_truth", "final_answer", "target", "label", "output", "response")
 

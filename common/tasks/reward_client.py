@@ -1,7 +1,8 @@
 """Client of an HTTP reward service, such as grpo/poster/reward_server.py, with batches and retries.
 
-Request:  POST /compute_reward_batch {"items": [{"id", "solution_str", "ground_truth",
-          "extra_info"}, ...]}
+Request:  POST /compute_reward_batch {"items": [{"id", "solution_str", "ground_truth", "prompt",
+          "step", "extra_info"}, ...]}; an id is STEP.ROW.NONCE, and no other request has it; the prompt
+          is text or chat messages
 Response: {"results": [{"id", "ok": true, "score", ...}, {"id", "ok": false, "error": {"code",
           "message", "retryable"}}, ...], "fingerprint": "..."}, one result per item, in order;
           other numbers of a result are reported as metrics
@@ -15,15 +16,17 @@ An item that the service could not score is NaN, never 0, and is left out.
 import json
 import math
 import os
+import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
 from common.base.checks import require
 from common.base.distributed import OutageError, print_main
 from common.base.service import PAUSES, Service
+from common.tasks.scoring import ARGUMENTS
 
 BATCH_ITEMS = 32  # maximum items of a request
 BATCH_BYTES = 2**22  # maximum bytes of a request, half of what the service accepts
@@ -79,15 +82,12 @@ class RewardService:
         self.service.on_recovery = self._check_fingerprint
         self._flat, self._malformed = 0, 0
 
-    def scores(
-        self, completions: Sequence[str], answers: Sequence[str | None], columns: dict[str, list], group_size: int
-    ) -> dict[str, tuple[list[float], float]]:
-        """Scores of completions, for `extra` of `rewards.score`.
+    def scores(self, arguments: Mapping[str, Any], group_size: int) -> dict[str, tuple[list[float], float]]:
+        """Scores of completions, for `extra` of `scoring.score`.
 
         Args:
-            completions: B texts, grouped by prompt.
-            answers: B ground truths, sent as `ground_truth`.
-            columns: B values each; the column `extra_info` is sent if it exists, else all columns.
+            arguments: of reward functions, B rows grouped by prompt; `answers` are sent as
+                `ground_truth`. The column `extra_info` is sent if it exists, else all columns.
             group_size: completions per prompt; a group with fewer than 75 % scored becomes NaN.
 
         Returns:
@@ -100,7 +100,8 @@ class RewardService:
                 The run can save and resume later.
             ValueError: a column cannot be sent.
         """
-        items = [_item(row, *pair, columns) for row, pair in enumerate(zip(completions, answers, strict=True))]
+        nonce = secrets.token_hex(4)  # a service that repeats earlier answers is found out
+        items = [_item(row, nonce, arguments) for row in range(len(arguments["completions"]))]
         try:
             results, failed = self._results(items)
         except OutageError:
@@ -195,10 +196,13 @@ class RewardService:
             print_main(f"warning: {FLAT_STEPS} times in a row {text}")
 
 
-def _item(row: int, completion: str, answer: str | None, columns: dict[str, list]) -> bytes:
+def _item(row: int, nonce: str, arguments: Mapping[str, Any]) -> bytes:
     """One item of a request as JSON."""
-    extra = columns["extra_info"][row] if "extra_info" in columns else {k: v[row] for k, v in columns.items()}
-    item = {"id": str(row), "solution_str": completion, "ground_truth": answer, "extra_info": extra or {}}
+    own = {name: values[row] if isinstance(values, list) else values for name, values in arguments.items()}
+    columns = {name: value for name, value in own.items() if name not in ARGUMENTS or name == "completion_tokens"}
+    step, prompt = own.get("step", 0), own.get("prompts")
+    item = {"id": f"{step}.{row}.{nonce}", "solution_str": own["completions"], "ground_truth": own["answers"],
+            "prompt": prompt, "step": step, "extra_info": own.get("extra_info", columns) or {}}  # fmt: skip
     try:
         return json.dumps(item, allow_nan=False).encode()
     except (TypeError, ValueError) as error:

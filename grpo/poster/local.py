@@ -1,7 +1,8 @@
 """Rewards without a service: the CPU formula inside the training process, for first runs and tests."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
 from grpo.poster import assessors, reward
 from grpo.poster.fonts import Fonts
@@ -20,22 +21,20 @@ class LocalRewards:
         """
         self.coord_space, self.fonts, self.fingerprint = coord_space, Fonts(), f"local-{reward.VERSION}"
 
-    def scores(
-        self, completions: Sequence[str], answers: Sequence[str], columns: dict[str, list], group_size: int
-    ) -> dict[str, tuple[list[float], float]]:
-        """Scores completions; the result is the argument `extra` of `rewards.score`.
+    def scores(self, arguments: Mapping[str, Any], group_size: int) -> dict[str, tuple[list[float], float]]:
+        """Scores completions; the result is the argument `extra` of `scoring.score`.
 
         Args:
-            completions: B texts.
-            answers: B ground truths as JSON.
-            columns: `extra_info` may hold the input images.
+            arguments: of reward functions: `completions`, ground truths as JSON in `answers`;
+                `extra_info` may hold the input images.
             group_size: unused.
 
         Returns:
             "service": the scores with weight 1; parts of the reward by name, with weight 0.
         """
         results = []
-        for completion, answer, extra in zip(completions, answers, columns["extra_info"], strict=True):
+        rows = zip(arguments["completions"], arguments["answers"], arguments["extra_info"], strict=True)
+        for completion, answer, extra in rows:
             given = enumerate(extra.get("images", ()), 1)
             pictures = {f"image_{k}": assessors.image(reference, "") for k, reference in given} or None
             results.append(reward.score(completion, answer, fonts=self.fonts, images=pictures,

@@ -141,7 +141,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
     run.require_memory(model=start_model, prompt_tokens=max(map(len, prompt_ids)), visual_tokens=visual)
     policy = PosterPolicy(cfg, start_model, gpus, run.checkpoint, processor)
     reference = Reference(cfg, policy, gpus, run.checkpoint)  # loads nothing if kl_coef is 0
-    scorer = PosterScorer(cfg, policy.tokenizer, rewards, run.checkpoint)
+    scorer = PosterScorer(cfg, policy.tokenizer, rewards, run.checkpoint, [*train_examples, *eval_examples])
     optimizer = optim.AdamW(policy.model, cfg.learning_rate, cfg.weight_decay, offload=cfg.optimizer_offload)
     sampler = Sampler(cfg, policy, train_examples, policy.suppressed_ids)
     prompts = run.restore(policy, optimizer, train_examples, notes=scorer.notes, tokenizer=processor)
@@ -150,7 +150,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
 
     with run.interruptible():  # Ctrl-C: finishes and saves the step, then stops; a second one stops at once
         if run.eval_due(run.start):
-            log.eval(run.start, **evaluate(cfg, sampler, policy, scorer, eval_examples))
+            log.eval(run.start, **evaluate(cfg, sampler, policy, scorer, eval_examples, run.start))
         for step in run.steps():
             # 1. rollout: B completions from the current policy, for this rank's prompts
             examples_P = prompts.next()
@@ -160,7 +160,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
                 batch = run.batch = run.take_pending(seen) or sampler.rollout(examples_P, step, images=seen)
 
             # 2. score: rewards in a thread, log-probabilities meanwhile; then advantages
-            scoring = background.start(scorer.score, examples_P, pictures_P, batch)
+            scoring = background.start(scorer.score, examples_P, pictures_P, batch, step)
             minibatches = trainer.minibatches(batch)
             with run.phase("logprobs", collective=policy.sharded):
                 seen = policy.reference_features(reference, examples_P, pictures_P)
@@ -184,9 +184,9 @@ def main(cfg: Config, rewards=REWARDS) -> None:
             # 4. report and save
             run.end_step(step, prompts.position)
             if run.sample_due(step):
-                log.samples(step, examples_P, scored.completions, scored.rewards.tolist(), cfg.print_samples)
+                log.samples(step, examples_P, scored, cfg.print_samples)
             if run.eval_due(step):
-                log.eval(step, **evaluate(cfg, sampler, policy, scorer, eval_examples))
+                log.eval(step, **evaluate(cfg, sampler, policy, scorer, eval_examples, step))
             stop = run.stop_requested()
             if stop or run.save_due(step):
                 run.save()

@@ -2,7 +2,7 @@
 
 import base64
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,10 @@ from PIL import Image
 from common.base import distributed
 from common.generation.batches import RolloutBatch
 from common.loop import Sampler
-from common.loop.scorer import collate, find_service
-from common.tasks import rewards
+from common.loop.scorer import check_functions, collate, find_service
+from common.tasks import scoring
 from common.tasks.data import Example
-from common.tasks.rewards import Scored
+from common.tasks.scoring import Scored
 from grpo.poster.examples import open_images
 from grpo.poster.local import LocalRewards
 from grpo.poster.policy import PosterPolicy
@@ -26,8 +26,9 @@ class PosterScorer:
     """Scores posters; the reward functions of the script add to the score."""
 
     def __init__(
-        self, cfg: Any, tokenizer: Any, functions: Sequence[tuple[Callable, float]], resumed: Path | None = None
-    ):
+        self, cfg: Any, tokenizer: Any, functions: scoring.Functions, resumed: Path | None = None,
+        examples: Sequence[Example] = (),
+    ):  # fmt: skip
         """Connects to the reward service, if the configuration names one.
 
         Args:
@@ -35,7 +36,9 @@ class PosterScorer:
             tokenizer: of the policy.
             functions: pairs of reward function and weight.
             resumed: checkpoint; the service must be the one that it was saved with.
+            examples: all rows of the run; the reward functions are checked against them.
         """
+        check_functions(functions, examples)
         self.cfg, self.tokenizer, self.functions = cfg, tokenizer, functions
         self.service = find_service(cfg, resumed) if cfg.reward_url else LocalRewards(cfg.coord_space)
 
@@ -45,26 +48,28 @@ class PosterScorer:
         return {"reward_service": self.service.fingerprint if self.cfg.reward_url else None}
 
     def score(
-        self, examples_P: Sequence[Example], pictures_P: Sequence[Sequence[Image.Image | None]], batch: RolloutBatch
-    ) -> Scored:
+        self, examples_P: Sequence[Example], pictures_P: Sequence[Sequence[Image.Image | None]], batch: RolloutBatch,
+        step: int = 0,
+    ) -> Scored:  # fmt: skip
         """Scores completions.
 
         Args:
             examples_P: prompts.
             pictures_P: input images of each prompt.
             batch: B completions, equally many per prompt.
+            step: of the training, for reward functions.
 
         Returns:
             Their texts, rewards [B], and parts of the reward [B] by name.
         """
         group_size = len(batch) // len(examples_P)
-        completions_B, answers_B, columns = collate(examples_P, batch, self.tokenizer)
+        arguments = collate(examples_P, batch, self.tokenizer, step, self.cfg.stops)
         if self.cfg.send_images:
             extra_P = [{**e.columns["extra_info"], "images": [*map(encode_image, e.columns["images"], pictures)]}
                        for e, pictures in zip(examples_P, pictures_P, strict=True)]  # fmt: skip
-            columns["extra_info"] = [extra for extra in extra_P for _ in range(group_size)]
-        parts = self.service.scores(completions_B, answers_B, columns, group_size)
-        return Scored(completions_B, *rewards.score(self.functions, completions_B, answers_B, columns, extra=parts))
+            arguments["extra_info"] = [extra for extra in extra_P for _ in range(group_size)]
+        parts = self.service.scores(arguments, group_size)
+        return Scored(arguments["completions"], *scoring.score(self.functions, arguments, parts))
 
 
 def encode_image(ref: str, picture: Image.Image | None) -> str:
@@ -86,7 +91,12 @@ def encode_image(ref: str, picture: Image.Image | None) -> str:
 
 
 def evaluate(
-    cfg: Any, sampler: Sampler, policy: PosterPolicy, scorer: PosterScorer, examples: Sequence[Example]
+    cfg: Any,
+    sampler: Sampler,
+    policy: PosterPolicy,
+    scorer: PosterScorer,
+    examples: Sequence[Example],
+    step: int = 0,
 ) -> dict[str, float]:
     """Mean reward of greedy completions, and of its parts, over all ranks; a collective.
 
@@ -96,6 +106,7 @@ def evaluate(
         policy: computes the features of input images.
         scorer: scores completions.
         examples: of this rank.
+        step: steps done, for reward functions.
     """
     sums: dict[str, tuple[float, int]] = {}
     with distributed.share_errors("evaluate"):
@@ -103,8 +114,8 @@ def evaluate(
         size = max(1, cfg.batch_size * cfg.group_size // (4 if policy.processor else 1))
         for part in [examples[i : i + size] for i in range(0, len(examples), size)]:
             pictures = open_images(part, cfg.eval_data, policy.processor)
-            batch = sampler.sample_one(part, temperature=0, images=policy.vision_features(part, pictures))
-            scored = scorer.score(part, pictures, batch)
+            batch = sampler.sample(part, temperature=0, images=policy.vision_features(part, pictures))
+            scored = scorer.score(part, pictures, batch, step)
             for name, values in {"reward": scored.rewards, **scored.by_function}.items():
                 known = values[~values.isnan()]
                 total, count = sums.get(name, (0.0, 0))

@@ -21,7 +21,7 @@ from test_teacher_server import wait_for
 from common.model import reward_models
 from common.tasks import answer_extraction, answer_numbers, math_verify_process, rewards
 from common.tasks import answers as answers_module
-from common.tasks.rewards import answers_match, extract_answer, last_boxed, last_number, score
+from common.tasks.rewards import answers_match, extract_answer, last_boxed, last_number
 
 ROOT = Path(__file__).resolve().parents[1]
 TOWER = r"\boxed{5^{5^{5^{5^5}}}}"  # no computer finishes this one

@@ -19,7 +19,7 @@ from bounds import assert_rounded
 from test_teacher_server import wait_for
 
 from common.model import reward_models
-from common.tasks import answer_extraction, answer_numbers, math_verify_process, rewards
+from common.tasks import answer_extraction, answer_numbers, math_verify_process, rewards, scoring
 from common.tasks import answers as answers_module
 from common.tasks.rewards import answers_match, extract_answer, last_boxed, last_number
 
@@ -216,7 +216,8 @@ def test_a_grader_that_cannot_start_stops_the_run(stub_grader):
         with pytest.raises(RuntimeError, match=r"status 1.*`import math_verify`"):
             grader.ask("a", "a", 5.0)
     with pytest.raises(RuntimeError, match="math_match raised RuntimeError on rows 0 to 0"):
-        score([(rewards.math_match, 1.0)], [r"\boxed{y}"], ["y - 1 + 1 + 0"], {})
+        arguments = {"completions": [r"\boxed{y}"], "answers": ["y - 1 + 1 + 0"]}
+        scoring.score([(rewards.math_match, 1.0)], arguments)
 
 
 def test_forked_process_starts_its_own_grader(monkeypatch):

@@ -16,6 +16,7 @@ from test_sampling import reference
 from common.generation.batches import RolloutBatch, TeacherOutput, assemble
 from common.generation.engine import Engine
 from common.generation.rollout import Sampler
+from common.generation.stopping import Stopping
 from common.maths import losses
 from common.maths.sampling import Sampling, uniforms
 from common.model import attention, head, logprobs, models
@@ -715,3 +716,41 @@ def test_rows_put_into_a_batch_are_those_of_the_other_and_the_rest_stays(lengths
     assert result.rows.tolist() == [0, 1, 2, 3] and result.truncated.tolist() == [False, False, False, True]
     assert result.completion_mask.sum(1).tolist() == result.lengths.tolist() == list(map(len, expected))
     assert torch.equal(result.rollout_logps[0, :3], batch.rollout_logps[0, :3])
+
+
+class Letters:
+    """Decodes every token to none, one, two or three of three letters, so that texts meet across tokens."""
+
+    pad_token_id = 0
+
+    def decode(self, ids, **options) -> str:
+        return "".join(("abc" * 2)[token % 3 :][: token % 4] for token in ids)
+
+
+@pytest.mark.parametrize("stops", [("cab", "bb"), ("bca",), ("a",)])
+@EACH_WAY
+def test_a_completion_ends_at_its_first_stop_string(policies, family, engine, stops):
+    letters, options = Letters(), dict(group_size=4, end_ids=[3, 11, 27], engine=engine, rollout_batch=4)
+    free = rollout(policies[family], max_new_tokens=24, **options)
+    model = copy.deepcopy(policies[family])
+    sampler = make_sampler(model, engine, max_new_tokens=24, end_ids=[3, 11, 27], rollout_batch=4,
+                           stopping=Stopping(stops, letters))  # fmt: skip
+    seen = calls(model)
+    stopped = sampler.generate(PROMPTS, group_size=4, temperature=1.0)
+    expected, ended = [], []
+    for ids, truncated in zip(completions(free), free.truncated.tolist(), strict=True):
+        prefixes = [n for n in range(1, len(ids) + 1) if any(stop in letters.decode(ids[:n]) for stop in stops)]
+        expected.append(ids[: prefixes[0]] if prefixes else ids)
+        ended.append(bool(prefixes) or not truncated)
+    assert completions(stopped) == expected and expected != completions(free)
+    assert stopped.truncated.tolist() == [not over for over in ended]
+    width = stopped.rollout_logps.shape[1]
+    kept = torch.arange(width) < stopped.lengths[:, None]
+    # other rows beside them: the same numbers but for rounding
+    assert_rounded(stopped.rollout_logps, torch.where(kept, free.rollout_logps[:, :width], 0.0), **NORMS)
+    for text, ids, over in zip(stopped.texts(letters, stops), expected, ended, strict=True):
+        whole = letters.decode(ids)
+        places = [whole.find(stop) for stop in stops if stop in whole]
+        assert text == (whole[: min(places)] if places else letters.decode(ids[:-1] if over else ids))
+    if stops == ("a",):  # rows that stop leave the batch: each needs a prefill and few steps
+        assert len(seen) < 3 * 12

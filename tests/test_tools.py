@@ -15,6 +15,8 @@ from conftest import ROOT, assert_equal_weights, build_model, build_tokenizer, t
 from conftest import read_lines as read_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from common.tasks import accuracy
+
 pytestmark = pytest.mark.tools
 
 
@@ -103,29 +105,49 @@ def test_the_seed_decides_and_the_train_size_keeps_the_test_set(tmp_path, task, 
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_right_sample_and_frequent_answers_count_less():
-    assert evaluation.pass_at_k(6, 4, 2) == pytest.approx(14 / 15)  # 1 of 15 pairs has both wrong ones
+    assert accuracy.pass_at_k(6, 4, 2) == pytest.approx(14 / 15)  # 1 of 15 pairs has both wrong ones
     for right, k in itertools.product(range(6), range(1, 6)):
         draws = list(itertools.combinations([True] * right + [False] * (5 - right), k))
-        assert evaluation.pass_at_k(5, right, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
-    assert evaluation.pass_at_k(2000, 1, 1000) == pytest.approx(0.5)  # counts beyond floating point
+        assert accuracy.pass_at_k(5, right, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
+    assert accuracy.pass_at_k(2000, 1, 1000) == pytest.approx(0.5)  # counts beyond floating point
     for bad in [(5, 6, 1), (5, 2, 6), (5, 2, 0)]:
         with pytest.raises(ValueError, match=f"pass@{bad[2]}.*k is 1 to"):
-            evaluation.pass_at_k(*bad)
+            accuracy.pass_at_k(*bad)
     # answers that are as good as so many equally frequent ones; of 3/4 and 1/4, (4/3)^(3/4) * 4^(1/4)
     effective = [["14"] * 3, ["14", "21", "28"] * 2, ["14", "14", "21", "14"]]
-    assert [evaluation.effective_number(answers) for answers in effective] == pytest.approx([1, 3, 1.7547654])
+    assert [accuracy.effective_number(answers) for answers in effective] == pytest.approx([1, 3, 1.7547654])
+
+
+class Said(list):
+    """A batch of given texts, of one token each."""
+
+    def texts(self, tokenizer, stops):
+        return [text.partition(stops[0])[0] if stops else text for text in self]
+
+    @property
+    def lengths(self):
+        return torch.ones(len(self))
+
+    truncated = property(lambda self: self.lengths * 0)
+    completions = property(lambda self: [torch.tensor([1])] * len(self))
 
 
 @pytest.fixture
-def evaluate(monkeypatch, capsys, tmp_path):
+def asked():
+    """Prompts that evaluate.py had completed."""
+    return []
+
+
+@pytest.fixture
+def evaluate(monkeypatch, capsys, tmp_path, asked):
     """What evaluate.py prints, and its --out lines, for a model that says the given texts, one list per prompt."""
 
-    def run(rows, texts, *options):
+    def run(rows, texts, *options, model="model"):
         def generate(prompts, group_size, prompt_numbers, **options):
             said = [text for number in prompt_numbers for text in texts[number]]
             assert len(said) == len(prompts) * group_size
-            lengths = torch.ones(len(said))
-            return SimpleNamespace(texts=lambda tokenizer: said, truncated=lengths * 0, lengths=lengths)
+            asked.append(prompts)
+            return Said(said)
 
         sampler = SimpleNamespace(generate=generate)
         monkeypatch.setattr(evaluation.models, "load_policy", lambda *args: (build_tokenizer(), None))
@@ -133,8 +155,10 @@ def evaluate(monkeypatch, capsys, tmp_path):
         monkeypatch.setattr(evaluation.rollout, "Sampler", lambda *args, **options: sampler)
         (data := tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         out = tmp_path / "out.jsonl"
-        evaluation.main(["model", "--data", str(data), "--device", "cpu", "--out", str(out), *options])
-        return json.loads(capsys.readouterr().out.splitlines()[-1]), read_rows(out)
+        evaluation.main([model, "--data", str(data), "--device", "cpu", "--out", str(out), *options])
+        captured = capsys.readouterr()
+        run.said = captured.err
+        return json.loads(captured.out.splitlines()[-1]), read_rows(out)
 
     return run
 
@@ -151,6 +175,7 @@ def test_evaluate_reports_pass_at_k_and_diversity(evaluate):
     # 4 of 6 and 0 of 6 are right; the prompt in the middle has no score
     expected = {"accuracy": 1 / 3, "pass@1": 1 / 3, "pass@2": 7 / 15, "pass@4": 0.5, "pass@6": 0.5}
     expected |= {"examples": 2, "unscored": 1, "distinct": (5 + 1) / 2, "distinct_correct": (2 + 0) / 2}
+    expected |= {"majority": 0.5, "measure": "math_match"}
     expected |= {"effective_correct": 1.7547654}  # of the one prompt with right answers: 14, 14, 21, 14
     assert {name: result[name] for name in expected} == pytest.approx(expected)
     assert "pass@3" not in result
@@ -168,10 +193,38 @@ def test_evaluate_says_null_where_nothing_counts_and_writes_all_or_nothing(evalu
     assert result["accuracy"] == 1 and not any(name.startswith(("pass@", "distinct")) for name in result)
     assert lines[2]["extracted"] == "7"
     before = (tmp_path / "out.jsonl").read_text()
-    monkeypatch.setattr(evaluation, "json", SimpleNamespace(dumps=lambda *args, **options: 1 / 0))
+    monkeypatch.setattr(evaluation, "json", SimpleNamespace(dumps=lambda *args, **options: 1 / 0, loads=json.loads))
     with pytest.raises(ZeroDivisionError):
         evaluate(ROWS, [["14"], ["1"], ["8"]])
     assert (tmp_path / "out.jsonl").read_text() == before
+
+
+def test_a_checkpoint_is_asked_as_its_run_asked_and_rewards_are_those_of_a_script(evaluate, asked, tmp_path, capsys):
+    options = {"system_prompt": "be kind", "stop_strings": '["\\nQ:"]', "max_new_tokens": 4, "eval_data": "nowhere"}
+    checkpoint = tmp_path / "checkpoint-000003"
+    checkpoint.mkdir()
+    state = {"config": options, "notes": {"rewards": ["judge"]}, "files": {}}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    script = tmp_path / "train.py"
+    script.write_text(
+        "def judge(prompts, completions, **rest):\n"
+        "    return [len(text) / 2 if 'is 2' not in prompt else None for prompt, text in zip(prompts, completions)]\n"
+        "REWARDS = ((judge, 1.0), (lambda completions: [0.5] * len(completions), 2.0))\n"
+    )
+    texts = [["14\nQ: 2"], ["7"], ["7"]]
+    result, lines = evaluate(ROWS, texts, "--rewards", str(script), model=str(checkpoint))
+    measured = {"measure": f"REWARDS of {script}: judge, lambda", "accuracy": 1 / 3, "reward": (2 + 1 + 1.5) / 3}
+    measured |= {"reward_judge": 0.75, "reward_lambda": 0.5}
+    assert {name: result[name] for name in measured} == measured
+    assert [line["reward_judge"] for line in lines] == [1, None, 0.5]
+    evaluate(ROWS, texts, "--system_prompt", "", model=str(checkpoint))
+    for part in ("rewards of the run: judge", "'system_prompt': ''", "'max_new_tokens': 4", "'eval_data': "):
+        assert part in evaluate.said
+    with_system, without = asked
+    assert len(with_system[0]) > len(without[0])
+    with pytest.raises(SystemExit):
+        evaluate(ROWS, texts, "--rewards", "no/such/script.py")
+    assert "--rewards no/such/script.py: no such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--samples=-1", "--batch_size=0", "--out=no/such/x", "--out=."])

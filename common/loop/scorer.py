@@ -54,8 +54,9 @@ class Scorer:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What a checkpoint records, so that a resumed run can refuse another service."""
-        return {"reward_service": self.service.fingerprint if self.service else None}
+        """What a checkpoint records: a resumed run refuses another service, evaluate.py names the rewards."""
+        names = scoring.names(function for function, _ in self.functions)
+        return {"reward_service": self.service.fingerprint if self.service else None, "rewards": names}
 
     def score(self, examples_P: Sequence[Example], batch: RolloutBatch, step: int = 0) -> Scored:
         """Scores completions.

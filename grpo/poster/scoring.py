@@ -44,8 +44,9 @@ class PosterScorer:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What a checkpoint records, so that a resumed run can refuse another service."""
-        return {"reward_service": self.service.fingerprint if self.cfg.reward_url else None}
+        """What a checkpoint records: a resumed run refuses another service, evaluate.py names the rewards."""
+        names = ["poster", *scoring.names(function for function, _ in self.functions)]
+        return {"reward_service": self.service.fingerprint if self.cfg.reward_url else None, "rewards": names}
 
     def score(
         self, examples_P: Sequence[Example], pictures_P: Sequence[Sequence[Image.Image | None]], batch: RolloutBatch,

@@ -3,7 +3,8 @@
 Run:   python scripts/plot_run.py runs/grpo --out grpo.png
        python scripts/plot_run.py runs/grpo runs/gspo runs/dr_grpo --out compare.png      overlaid, one colour per run
 Needs: pip install matplotlib
-Reads: RUN/metrics.jsonl, one JSON object per step, also while the run is still going on.
+Reads: RUN/metrics.jsonl, one JSON object per step, also while the run is still going on. A single run with several
+reward functions gets a curve for each.
 """
 
 import argparse
@@ -106,11 +107,26 @@ def draw_panel(axis: plt.Axes, titles: dict[str, str], runs: dict[str, list[dict
             values = rolling_mean(values)
         axis.plot(steps, values, color=color, linewidth=1.2 if name in UNSMOOTHED else 1.8, marker=marker)
         axis.plot(*series(rows, f"eval_{name}"), color=color, **EVAL_MARKER)
+    if name == "reward" and len(runs) == 1:
+        draw_functions(axis, next(iter(runs.values())))
     axis.grid(alpha=0.25)
     axis.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=STEPS, integer=True))
     axis.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=STEPS))
     if name in FROM_ZERO:
         axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
+
+
+def draw_functions(axis: plt.Axes, rows: list[dict]) -> None:
+    """Adds the values of each reward function to the reward of a run, if it has several."""
+    logged = dict.fromkeys(name for row in rows for name in row if name.startswith("reward_") and name != "reward_std")
+    names = [name for name in logged if len(series(rows, name)[0])]
+    if len(names) < 2:
+        return
+    for color, name in zip(COLORS[1:], names, strict=False):  # the first colour is the run's
+        steps, values = series(rows, name)
+        axis.plot(steps, rolling_mean(values), color=color, linewidth=1.1, label=name.removeprefix("reward_"))
+        axis.plot(*series(rows, f"eval_{name}"), color=color, **{**EVAL_MARKER, "markersize": 4.5})
+    axis.legend(fontsize=7.5, frameon=False, title=f"functions, mean of {WINDOW} steps", title_fontsize=7.5)
 
 
 def draw(runs: dict[str, list[dict]], out: Path) -> None:

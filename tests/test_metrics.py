@@ -319,6 +319,19 @@ def test_the_console_shows_a_few_numbers(tmp_path, capsys):
     assert captured.out == "hello\n"
 
 
+def test_a_rank_may_lack_a_metric_that_others_have(log, monkeypatch):
+    other = {"sums": {"reward": 3.0, "late": 4.0}, "weights": {"reward": 1.0, "late": 2.0}, "max": {"late_max": 9.0},
+             "memory": [], "host": 1.0}  # fmt: skip
+    monkeypatch.setattr(metrics.distributed, "gather_objects", lambda own: [own, other])
+    log.add(1, reward=1.0, own_max=2.0, own=5.0)
+    log._tokens = 1
+    with log.time("update"):
+        pass
+    line = log.end_step(1)
+    expected = {"reward": 2.0, "own": 5.0, "late": 2.0, "late_max": 9.0, "own_max": 2.0}
+    assert {name: line[name] for name in expected} == expected
+
+
 def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(metrics.distributed, "rank", lambda: 1)
     log = Log(str(tmp_path / "run"), 0, 10, [CPU])

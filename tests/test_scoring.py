@@ -4,13 +4,17 @@ import asyncio
 import functools
 import json
 import math
+import re
+import sys
 from decimal import Decimal
 from math import nan
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 
 from common.base import background
 from common.tasks import rewards, scoring
@@ -240,3 +244,22 @@ def test_a_part_that_a_service_gives_for_some_rows_only_is_missing_elsewhere():
     expected = {"service": [1, 0], "old": [1, nan], "new": [nan, 1]}
     assert scored.completions == ["a", "c"] and found.keys() == expected.keys()
     assert all(found[name] == pytest.approx(values, nan_ok=True) for name, values in expected.items())
+
+
+def test_the_examples_of_the_page_work(monkeypatch):
+    class Client:
+        def __init__(self, **options):
+            self.chat = self.completions = self
+
+        async def create(self, model, messages):
+            said = "Yes." if "Reply: 4" in messages[0]["content"] else "no"
+            return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=said))])
+
+    monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(AsyncOpenAI=Client))
+    found = {}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "rewards.md").read_text(), re.DOTALL):
+        exec(block, found)
+    functions = (*found["REWARDS"], (found["judge"], 10.0))
+    total, by_function = scoring.score(functions, {**ROWS, "prompts": ["ask: 2 + 2?", "3?"]})
+    assert total.tolist() == [1 + 10, 0] and by_function["judge"].tolist() == [1, 0]
+    assert by_function["polite"].isnan().tolist() == [False, True]

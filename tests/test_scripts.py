@@ -1,5 +1,6 @@
 """The scripts as people run them: what they write, what they refuse, and how they fail."""
 
+import functools
 import json
 import re
 import sys
@@ -123,6 +124,17 @@ def spoil(module: ModuleType) -> None:
     optim.AdamW.check = lambda self: checked.append(True) or check(self)
 
 
+def test_a_reward_that_cannot_be_called_is_refused_before_the_first_rollout(launcher, tmp_path):
+    def judge(completions, gold_answer):
+        return [0.0] * len(completions)
+
+    for script in ("gspo", "gkd"):
+        module, cfg = layouts.load(SCRIPTS[script], launcher.options(SCRIPTS[script], tmp_path / script))
+        with pytest.raises(ValueError, match=r"reward judge has an argument 'gold_answer'.*answers"):
+            module.main(cfg, rewards=((judge, 1.0),))
+        assert not (tmp_path / script / "metrics.jsonl").exists()
+
+
 def test_a_script_runs_from_any_folder_as_it_is(launcher, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = dict(steps=1, print_samples=True, device="auto")
@@ -150,10 +162,19 @@ def test_a_run_leaves_complete_checkpoints_and_finite_numbers(launcher):
 
 def test_a_reward_model_joins_the_reward_function_and_every_metric_is_explained(launcher, tmp_path):
     save_reward_model(tmp_path / "model", unk_token="<unk>")
-    options = dict(steps=1, dynamic_sampling=1, reward_model=tmp_path / "model", reward_model_weight=0.5)
+    options = dict(
+        steps=1, dynamic_sampling=1, reward_model=tmp_path / "model", reward_model_weight=0.5, eval_samples=4
+    )
     run = launcher.run("gspo", tmp_path / "run", rewards=[graded], **options).succeeded()
-    written = {name for line in run.lines for name in line} - {"reward_graded", "reward_reward_model"}
-    assert written == metrics_explained("gspo") - {"reward_<function>"}
+    written = {name.replace("_4", "_k") for line in run.lines for name in line}
+    functions = {f"{start}_{name}" for start in ("reward", "eval_reward") for name in ("graded", "reward_model")}
+    assert written == metrics_explained("gspo") - {"reward_<function>", "eval_reward_<function>"} | functions
+    evaluated = next(line for line in run.lines if "eval_reward" in line)
+    assert 0 <= evaluated["eval_pass_at_1"] <= evaluated["eval_pass_at_4"] <= 1
+    both = evaluated["eval_reward_graded"] + 0.5 * evaluated["eval_reward_reward_model"]
+    assert evaluated["eval_reward"] == pytest.approx(both, abs=rounding(16, magnitude=16))
+    sample = run.samples[0]
+    assert sample["reward"] == pytest.approx(sample["rewards"]["graded"] + 0.5 * sample["rewards"]["reward_model"])
     (line,) = run.steps
     both = line["reward_graded"] + 0.5 * line["reward_reward_model"]
     assert line["reward"] == pytest.approx(both, abs=rounding(16, magnitude=16))  # means of 16 rewards
@@ -163,12 +184,14 @@ def test_a_reward_model_joins_the_reward_function_and_every_metric_is_explained(
 @ALONE_AND_TOGETHER
 def test_sampling_and_scoring_are_done_as_asked_and_said(launcher, tmp_path, script, ranks):
     options = dict(steps=2, eval_data="", compile=False, prepare=watch, **SAMPLING)
-    run = launcher.run(script, tmp_path, ranks, **options).succeeded()
+    run = launcher.run(script, tmp_path, ranks, rewards=[functools.partial(graded)], **options).succeeded()
+    assert all(line["reward_graded"] == line["reward"] for line in run.steps)  # one name on every rank
     said = [line for line in run.output.splitlines() if line.startswith("rollout: ")]
     assert said == ["rollout: PyTorch's attention over a static cache (cpu, float32: no flash kernel)"]
     expected = sorted(
-        {**SAMPLING, "max_new_tokens": 8, "compile": False, "end_ids": [3], "pad_id": 0, "suppressed_ids": ()}.items()
-    )
+        {**SAMPLING, "max_new_tokens": 8, "compile": False, "end_ids": [3], "pad_id": 0, "suppressed_ids": (),
+         "stopping": None}.items()
+    )  # fmt: skip
     assert run.output.count(f"sampler {expected}") == ranks
     # rewards are computed in a thread while the log-probabilities are
     for rank in range(ranks):

@@ -262,6 +262,11 @@ def test_plot_overlays_runs_that_logged_different_things_and_reads_steps_cut_off
     assert [x.tolist() for x in plot.series(rows, "memory_gib")] == [[0, 2], [3.0, 2.0]]
     assert len(plot.series(rows, "entropy")[0]) == 0
     assert plot.rolling_mean(torch.arange(1.0, 8.0).numpy()).tolist() == [1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0]
+    figure, axis = plot.plt.subplots()
+    lines = [{"step": 1, "reward": 1.0, "reward_std": 0.1, "reward_a": 0.2, "reward_b": 0.8, "eval_reward_a": 0.3}]
+    plot.draw_panel(axis, {"reward": "Reward"}, {"run": lines})
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["a", "b"]  # a curve for each function
+    plot.plt.close(figure)
     cut = plot.read_metrics(write_run(tmp_path / "cut", tail='{"step": 12, "rew'))
     assert len(cut) == 12 and "last line is cut off" in capsys.readouterr().out
     # a line of a checkpoint belongs to its step, and one of a repeated step takes the place of the first

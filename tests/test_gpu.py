@@ -13,10 +13,12 @@ from bounds import assert_rounded, rounding
 from comparing import TERMS, assert_close
 from conftest import TINY, assert_equal_weights, build_tokenizer, tiny_model
 from safetensors.torch import load_file
+from test_rollout import Letters
 
 from common.generation.batches import RolloutBatch, deal
 from common.generation.cache import FlashCache, SdpaCache
 from common.generation.rollout import Sampler
+from common.generation.stopping import Stopping, find
 from common.maths import losses
 from common.model import logprobs, models
 from common.run import checkpoint
@@ -123,6 +125,26 @@ def test_the_gpu_samples_what_the_cpu_samples_with_its_log_probabilities(cuda, k
         actual = logprobs.LogProbs(on_gpu, 1.0)(*(t.to(cuda) for t in micro.tokens))
         for one, other in zip(actual, expected, strict=True):
             assert_rounded(one.cpu(), other, TERMS)
+
+
+@needs(1)
+@pytest.mark.parametrize("rollout_batch", [0, 16])
+def test_stop_strings_end_rows_between_host_checks(cuda, rollout_batch):
+    options, letters, stops = dict(MIXED, rollout_batch=rollout_batch), Letters(), ("cab", "bb")
+    on_gpu = tiny_on(cuda, "qwen2", torch.float32)
+    free = generate(Sampler([on_gpu], **options), PROMPTS * 3, seed=0)
+    stopped = generate(Sampler([on_gpu], **options, stopping=Stopping(stops, letters)), PROMPTS * 3, seed=0)
+    cut = [next((n for n in range(len(ids)) if find(letters.decode(ids[:n]), stops) >= 0), len(ids))
+           for ids in completions(free)]  # fmt: skip
+    assert completions(stopped) == [ids[:n] for ids, n in zip(completions(free), cut, strict=True)] != completions(free)
+    # with graphs, whose batches differ: every completion is whole, and the log-probabilities are right
+    model = tiny_on(cuda, "qwen2")
+    batch = generate(flash_sampler(model, **options, stopping=Stopping(stops, letters)), PROMPTS * 3, seed=0)
+    for ids, truncated in zip(completions(batch), batch.truncated.tolist(), strict=True):
+        assert find(letters.decode(ids[:-1]), stops) < 0
+        ended = find(letters.decode(ids), stops) >= 0 or ids[-1] in MIXED["end_ids"]
+        assert truncated == (not ended) and (ended or len(ids) == MIXED["max_new_tokens"])
+    assert_log_probs(model, batch)
 
 
 @needs(1)

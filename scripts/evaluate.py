@@ -42,13 +42,10 @@ OF_RUN = {"eval_data": "toy", "system_prompt": "", "apply_chat_template": True, 
           "max_new_tokens": 128, "stop_strings": ""}  # fmt: skip
 
 
-def run_options(model: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options and notes of the run that saved a checkpoint; both empty for any other model."""
-    folder = Path(model)
-    if not (folder / checkpoint_files.STATE).is_file():
-        return {}, {}
-    state = checkpoint_files.read_state(folder)
-    return state["config"], state.get("notes") or {}
+def run_state(model: str) -> dict[str, Any]:
+    """Step, options and notes of the run that saved a checkpoint; empty for any other model."""
+    is_checkpoint = (Path(model) / checkpoint_files.STATE).is_file()
+    return checkpoint_files.read_state(Path(model)) if is_checkpoint else {}
 
 
 def load_rewards(script: str) -> scoring.Functions:
@@ -113,7 +110,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of sampling (default: %(default)s)")
     parser.add_argument("--out", default="", help="JSONL file for prompts, completions and scores")
     args = parser.parse_args(argv)
-    options, notes = run_options(args.model)
+    state = run_state(args.model)
+    options = state.get("config", {})
     for name, usual in OF_RUN.items():
         if getattr(args, name, None) is None:
             setattr(args, name, options.get(name, usual))
@@ -134,9 +132,10 @@ def main(argv: list[str] | None = None) -> None:
     measured = ", ".join(scoring.names(function for function, _ in functions))
     if options:
         asked = {name: getattr(args, name) for name in OF_RUN if name in options}
-        trained = ", ".join(notes.get("rewards") or ["not recorded"])
+        trained = ", ".join((state.get("notes") or {}).get("rewards") or ["not recorded"])
         print(f"asked as the run asked: {asked}", file=sys.stderr)
-        print(f"measured: {measured}; rewards of the run: {trained} (--rewards SCRIPT measures those)", file=sys.stderr)
+        hint = "" if args.rewards else " (--rewards SCRIPT measures those)"
+        print(f"measured: {measured}; rewards of the run: {trained}{hint}", file=sys.stderr)
 
     tokenizer, model = models.load_policy(args.model, torch.device(args.device), args.dtype)
     examples = data.load_examples(
@@ -163,7 +162,7 @@ def main(argv: list[str] | None = None) -> None:
             seed=args.seed,
             prompt_numbers=range(i, i + len(part)),
         )
-        arguments = collate(part, batch, tokenizer, stops=stops)
+        arguments = collate(part, batch, tokenizer, state.get("step", 0), stops)
         totals, by_function = scoring.score(functions, arguments)
         first = next(iter(by_function.values()))
         for row, completion in enumerate(arguments["completions"]):

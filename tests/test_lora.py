@@ -20,7 +20,7 @@ from common.generation import batches, rollout
 from common.model import logprobs, lora, merging, models, sources
 from common.model.lora import Options
 from common.model.models import load_frozen, load_policy
-from common.run import checkpoint
+from common.run import checkpoint, rules
 from common.training import optim
 
 CPU = torch.device("cpu")
@@ -462,14 +462,14 @@ def test_a_merged_vision_language_model_has_its_processor(tmp_path):
     ({"load_bits": 4}, "load_bits = 4, lora_rank = 0: .*set lora_rank"),
     ({"lora_rank": 4, "load_bits": 8, "param_offload": True}, "load_bits = 8, param_offload = True: "),
     ({"lora_rank": 4, "lora_targets": " , "}, "lora_targets = ' , ': must name layers"),
-    ({"lora_rank": 4, "reference_refresh": 2}, "reference_refresh = 2, lora_rank = 4: .*without adapters"),
+    ({"lora_rank": 4, "reference_refresh": 2}, "reference_refresh = 2, lora_rank = 4: .*starting model"),
     ({"lora_rank": 4, "fsdp": True}, "fsdp = True, lora_rank = 4: .*leave one off"),
     ({}, ""), ({"lora_rank": 0, "fsdp": True, "reference_refresh": 2}, ""),
     ({"lora_rank": 4, "load_bits": 8, "fsdp": False, "reference_refresh": 0}, ""),
 ])  # fmt: skip
 def test_check(fields, message):
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-        lora.check(types.SimpleNamespace(**fields))
+        rules.check_lora(types.SimpleNamespace(**fields))
 
 
 def test_options_are_none_without_a_rank_and_few_bits_need_a_package(model_folders, monkeypatch):

@@ -243,7 +243,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_batch(launcher, t
 
 @pytest.mark.parametrize(("options", "message"), [
     (dict(learning_rat=1), "unknown option --learning_rat; did you mean --learning_rate?"),
-    (dict(steps="many"), "invalid int value: 'many'"), (dict(group_size=1), "group_size = 1: must be at least 2"),
+    (dict(steps="many"), "'many' is not a whole number"), (dict(group_size=1), "group_size = 1: must be at least 2"),
     (dict(temperature=0), "temperature = 0.0: must be above 0"),
     (dict(num_minibatches=17, batch_size=4, group_size=4), "num_minibatches = 17: must be at most the 16 completions"),
     (dict(truncated="drop"), "truncated = 'drop': must be one of ('keep', 'mask')"),

@@ -53,50 +53,6 @@ def options(cfg: Any) -> Options | None:
     return Options(cfg.lora_rank, cfg.lora_alpha, cfg.lora_targets, cfg.load_bits)
 
 
-def check(cfg: Any) -> None:
-    """Checks the fields of a configuration that concern adapters.
-
-    Args:
-        cfg: a Config; missing fields have their defaults.
-
-    Raises:
-        ValueError: a rule is broken.
-    """
-    rank, alpha, bits = getattr(cfg, "lora_rank", 0), getattr(cfg, "lora_alpha", 1.0), getattr(cfg, "load_bits", 0)
-    require(rank >= 0, f"lora_rank = {rank}", "must be at least 0", "0 trains all weights, 16 is usual for adapters")
-    require(alpha > 0, f"lora_alpha = {alpha}", "must be above 0", "twice lora_rank is usual")
-    require(bits in (0, 4, 8), f"load_bits = {bits}", "must be 0, 4 or 8", "choose one of these")
-    require(
-        rank > 0 or not bits,
-        f"load_bits = {bits}, lora_rank = 0",
-        "weights in few bits cannot be trained",
-        "set lora_rank, or leave load_bits at 0",
-    )
-    require(
-        not bits or not getattr(cfg, "param_offload", False),
-        f"load_bits = {bits}, param_offload = True",
-        "weights in few bits stay on the GPU",
-        "leave one of them off",
-    )
-    if not rank:
-        return
-    names = getattr(cfg, "lora_targets", ALL)
-    require(any(_split(names)), f"lora_targets = {names!r}", "must name layers", f"give {ALL!r}, or names")
-    refresh = getattr(cfg, "reference_refresh", 0)
-    require(
-        not refresh,
-        f"reference_refresh = {refresh}, lora_rank = {rank}",
-        "the reference is the policy without adapters",
-        "leave one of them at 0",
-    )
-    require(
-        not getattr(cfg, "fsdp", False),
-        f"fsdp = True, lora_rank = {rank}",
-        "fsdp shards what is trained, and with LoRA that is little",
-        "leave one off; load_bits makes the frozen weights smaller",
-    )
-
-
 def targets(model: PreTrainedModel, names: str) -> list[str]:
     """Names of the layers that get adapters: linear, in the decoder; no head, no vision tower.
 

@@ -1,7 +1,8 @@
-"""LoRA: small trained matrices beside frozen weights, which alone are the reference.
+"""LoRA: small trained matrices beside frozen weights.
 
 An adapted layer computes W x + (alpha / rank) B A x, with W frozen and B zero at first (Hu et al.
-2021, arXiv 2106.09685, Section 4.1). common/model/merging.py disables adapters, and merges them
+2021, arXiv 2106.09685, Section 4.1). The reference needs no second model: it is W alone, or W with
+the adapters that the run started from. common/model/merging.py switches to it, and merges adapters
 into W for rollouts.
 
 Dims: r rank, I inputs and O outputs of a layer.
@@ -10,6 +11,7 @@ Dims: r rank, I inputs and O outputs of a layer.
 import dataclasses
 import importlib.util
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from common.base.checks import require
-from common.model import images, merging
+from common.model import images, merging, sources
 
 ALL = "all-linear"
 SEED = 0  # of new adapters: ranks have different seeds, but must start with equal adapters
@@ -173,11 +175,42 @@ def wrap_saved(model: PreTrainedModel, source: str) -> nn.Module:
         ValueError: the adapters do not fit the model.
     """
     import peft
-    from peft.utils.save_and_load import load_peft_weights
 
     config = peft.LoraConfig.from_pretrained(source)
     config.inference_mode, config.base_model_name_or_path, config.lora_dropout = False, None, 0.0
     model = _wrap(model, config)
+    _load(model, source)
+    return model
+
+
+@torch.no_grad()
+def keep_start(replicas: Sequence[nn.Module], start_model: str) -> None:
+    """Keeps the adapters that a run starts from as those of its reference; new adapters need none.
+
+    Args:
+        replicas: of the policy, wrapped by peft; after a resume with the weights of the checkpoint.
+        start_model: that the run started from, as in `sources.find`.
+
+    Raises:
+        ValueError: its adapters are not those of the policy.
+    """
+    source = sources.find(start_model)
+    if not sources.base_of(source):
+        return
+    weights = merging.trained_weights(replicas[0])
+    present = [p.detach().clone() for p in weights]
+    _load(replicas[0], source)  # as they were loaded when the run started
+    for replica in replicas:
+        merging.keep_reference(replica, weights)
+    for weight, value in zip(weights, present, strict=True):
+        weight.copy_(value)
+
+
+def _load(model: nn.Module, source: str) -> None:
+    """Loads saved adapters into those of a model; raises the errors of `wrap_saved`."""
+    import peft
+    from peft.utils.save_and_load import load_peft_weights
+
     folder = Path(source)
     require(
         not folder.is_dir() or any(folder.glob("adapter_model.*")),
@@ -194,7 +227,6 @@ def wrap_saved(model: PreTrainedModel, source: str) -> nn.Module:
         f"must fit their model, but {len(mismatched)} weights have no counterpart ({', '.join(mismatched[:2])})",
         "name the model they were trained on as base_model_name_or_path in adapter_config.json",
     )
-    return model
 
 
 def save(model: nn.Module, folder: Path | str) -> None:

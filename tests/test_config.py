@@ -246,6 +246,9 @@ COMING = {"chat_template_kwargs", "stop_strings"}  # options that the table name
     ("gspo/gspo.py", "--local-rank=0", "torchrun"), ("gspo/gspo.py", "--teacher_url", "an option of gkd/gkd.py"),
     ("gspo/gspo.py", "--delta", "here --dual_clip of grpo/grpo.py"), ("gspo/gspo.py", "-n", "'-n' belongs to no"),
     ("gkd/gkd.py", "--reward_model", "a name of ms-swift, here --reward_model of gspo/gspo.py"),
+    ("gspo/gspo.py", "Model", "'Model' belongs to no"), ("gspo/gspo.py", "\u2013steps", "--steps?"),
+    ("gspo/gspo.py", "--batch", "--batch_size?"), ("gspo/gspo.py", "--STEPS", "--steps?"),
+    ("gkd/gkd.py", "--max_top_k", "an option of gkd/teacher_server.py"),
     ("gspo/gspo.py", "--student_gpu_ids", "STUDENT_GPU_IDS at the top of gkd/gkd.py"),
 ])  # fmt: skip
 def test_a_name_from_elsewhere_is_translated(script, argument, said):

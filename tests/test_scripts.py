@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 import threading
@@ -297,6 +298,17 @@ def test_a_layout_of_more_gpus_than_there_are_is_refused_at_once(launcher, tmp_p
                  "ROLLOUT_GPU_IDS = (0, 1)", "--device cpu"):  # fmt: skip
         assert part in said
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ("--timeout 0", "--timeout 0: must be"), ("--timeout nan", "--timeout nan: must be"), ("--bandwith", "--bandwith"),
+    ("gspo/gspo.py --bandwidth", "stand before the script"), ("gspo/gspo.py --lr 1", "here --learning_rate"),
+])  # fmt: skip
+def test_wrong_options_of_check_gpus_are_named(options, message, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(ROOT / "scripts" / "check_gpus.py"))["main"](options.split())
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
 
 
 GKD, TEACHER, POSTER = "run_gkd", "start_teacher", "start_poster_training_with_reward_server"

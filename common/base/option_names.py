@@ -17,8 +17,9 @@ from common.base import settings
 TABLE = Path(__file__).with_name("option_names.csv")
 PAGE = "docs/coming_from.md"
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ("gspo/gspo.py", "grpo/grpo.py", "grpo/similarity_grpo.py", "gkd/gkd.py", "grpo/poster/poster_grpo.py")
-CLOSE = 0.8  # similarity from which a name counts as mistyped; num_generations and num_minibatches have 0.63
+SCRIPTS = ("gspo/gspo.py", "grpo/grpo.py", "grpo/similarity_grpo.py", "gkd/gkd.py", "grpo/poster/poster_grpo.py",
+           "gkd/teacher_server.py", "grpo/poster/reward_server.py")  # fmt: skip
+CLOSE = 0.8  # similarity from which a name counts as mistyped; num_generations and num_minibatches have 0.53
 
 
 class Name(NamedTuple):
@@ -47,15 +48,19 @@ def table() -> list[Name]:
 
 
 def scripts() -> dict[str, set[str]]:
-    """Options and constants of each training script in the clone, by its path; the scripts are read, not run."""
+    """Options and constants of the scripts and servers of the clone, by path; they are read, not run."""
     found = {}
     for path in filter(Path.is_file, (ROOT / script for script in SCRIPTS)):
-        body = ast.parse(path.read_bytes()).body
-        (config,) = [node for node in body if isinstance(node, ast.ClassDef) and node.name == "Config"]
-        own = {node.target.id for node in config.body if isinstance(node, ast.AnnAssign)}
-        inherited = {field.name for field in dataclasses.fields(getattr(settings, config.bases[0].id))}
-        constants = {ast.unparse(node.targets[0]) for node in body if isinstance(node, ast.Assign)}
-        found[path.relative_to(ROOT).as_posix()] = own | inherited | constants
+        try:
+            body = ast.parse(path.read_bytes()).body
+        except SyntaxError:  # somebody is editing it
+            continue
+        names = {ast.unparse(node.targets[0]) for node in body if isinstance(node, ast.Assign)}
+        for config in [node for node in body if isinstance(node, ast.ClassDef) and node.name == "Config"]:
+            names |= {ast.unparse(node.target) for node in config.body if isinstance(node, ast.AnnAssign)}
+            bases = [getattr(settings, ast.unparse(base), None) for base in config.bases]
+            names |= {field.name for base in filter(None, bases) for field in dataclasses.fields(base)}
+        found[path.relative_to(ROOT).as_posix()] = names
     return found
 
 
@@ -66,31 +71,28 @@ def unknown(argument: str, known: Collection[str]) -> str:
         argument: such as "--num_generations", "--lr=1e-6", "data.train_batch_size=8", "-n" or "4".
         known: names of the options of this script.
     """
-    dashes, name, equals = re.fullmatch(r"([-+~]*)([^=]*)(=?).*", argument, re.DOTALL).groups()
-    meant = hint(name.replace("-", "_"), known)
-    if dashes == "--" or meant or equals or "." in name[1:-1]:
-        what = f"unknown option {argument}"
-    else:
-        what = f"{argument!r} belongs to no option"
-    if dashes != "--" and name.endswith((".yaml", ".yml", ".json")):
-        meant = hint("config", known)
-    if not meant and dashes != "--":
-        meant = ": options have the form --name value; --help lists them"
-    return what + (meant or "; --help lists the options")
+    dashes, name, equals = re.fullmatch(r"([-+~\u2013\u2014]*)([^=]*)(=?).*", argument, re.DOTALL).groups()
+    if not dashes and not equals and name.endswith((".yaml", ".yml", ".json")):
+        dashes, name = "--", "config"
+    meant = hint(name.replace("-", "_"), known, guess=bool(dashes or equals)) if name else ""
+    if dashes != "--" and not meant:
+        return f"{argument!r} belongs to no option: options have the form --name value; --help lists them"
+    return f"unknown option {argument}{meant or '; --help lists the options'}"
 
 
-def hint(name: str, known: Collection[str]) -> str:
+def hint(name: str, known: Collection[str], guess: bool = True) -> str:
     """What a name means here, to be appended to an error; empty if nothing is like it.
 
     Args:
         name: of an unknown option, with underscores and without dashes.
         known: names of the options of this script.
+        guess: also look for names that are only similar.
     """
-    if name in known:  # without its two dashes
-        return f"; did you mean --{name}?"
-    negated = name.removeprefix("no_")
-    if negated in known:
-        return f"; did you mean --{negated} false?"
+    small = name.lower()
+    if small in known:  # without its two dashes, or in capitals
+        return f"; did you mean --{small}?"
+    if small.removeprefix("no_") in known:
+        return f"; did you mean --{small.removeprefix('no_')} false?"
     rows = [row for row in table() if name in row.names]
     rows = [row for row in rows if set(row.here) & set(known)] or rows  # those of this kind of training
     if rows:
@@ -100,12 +102,15 @@ def hint(name: str, known: Collection[str]) -> str:
             return f": an option of {script}"
         if name.upper() in names:
             return f": a constant, {name.upper()} at the top of {script}"
-    if close := difflib.get_close_matches(name, known, n=1, cutoff=CLOSE):
-        return f"; did you mean --{close[0]}?"
-    if close := difflib.get_close_matches(name, [each for row in table() for each in row.names], n=1, cutoff=CLOSE):
-        return f"; did you mean {close[0]},{hint(close[0], known)[1:]}"
-    if "." in name:
+    if guess and "." in name:
         return f": names with dots are those of other toolkits; {PAGE} lists what they are here"
+    longer = [each for each in known if each.startswith(f"{small}_")]
+    close = longer if len(longer) == 1 else difflib.get_close_matches(small, known, n=1, cutoff=CLOSE)
+    if guess and close:
+        return f"; did you mean --{close[0]}?"
+    close = difflib.get_close_matches(small, [each for row in table() for each in row.names], n=1, cutoff=CLOSE)
+    if guess and close:
+        return f"; did you mean {close[0]},{hint(close[0], known)[1:]}"
     return ""
 
 

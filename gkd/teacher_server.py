@@ -25,8 +25,11 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.requests import ClientDisconnect
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common/maths/losses.py").is_file())))
-from common.base import checks, config, service, serving
+from common.base import checks, config
 from common.base.checks import require
+
+config.answer_early(globals())  # answers --help and wrong options before the slow imports
+from common.base import service, serving
 from common.distill import teacher_client, teacher_worker
 from common.distill.teacher_worker import Refused, Teacher
 from common.model import sources

@@ -20,13 +20,15 @@ from typing import Literal
 
 PLACES = [*Path(__file__).resolve().parents, Path(os.environ.get("RL_HAND", "."))]  # searched for the clone
 sys.path[:0] = [str(p) for p in PLACES if (p / "common/loop").is_dir()][:1]
-if not find_spec("common"):
-    sys.exit("cannot find the package common: set RL_HAND to the folder of the clone, or pip install -e that folder")
-from common.base import background, config, devices
+find_spec("common") or sys.exit("no package common: set RL_HAND to the folder of the clone, or pip install -e it")
+from common.base import config
+from common.run import rules
+
+config.answer_early(globals())  # answers --help and wrong options before the slow imports
+from common.base import background, devices
 from common.loop import Policy, Reference, RLSettings, Run, Sampler, Scorer, Trainer, add_overlong_penalty
 from common.loop import assign_advantages, evaluate, fill_logps, group_advantages, load_data, policy_stats, resample
 from common.maths import losses
-from common.run import rules
 from common.tasks import rewards
 from common.training import optim
 

@@ -19,13 +19,15 @@ from typing import Literal
 
 PLACES = [*Path(__file__).resolve().parents, Path(os.environ.get("RL_HAND", "."))]  # searched for the clone
 sys.path[:0] = [str(p) for p in PLACES if (p / "common/loop").is_dir()][:1]
-if not find_spec("common"):
-    sys.exit("cannot find the package common: set RL_HAND to the folder of the clone, or pip install -e that folder")
-from common.base import background, config, devices, distributed
+find_spec("common") or sys.exit("no package common: set RL_HAND to the folder of the clone, or pip install -e it")
+from common.base import config
+from common.run import rules
+
+config.answer_early(globals())  # answers --help and wrong options before the slow imports
+from common.base import background, devices, distributed
 from common.loop import Policy, Reference, RLSettings, Run, Sampler, Scorer, Trainer, add_overlong_penalty
 from common.loop import assign_advantages, evaluate, fill_logps, load_data, policy_stats, resample, similar
 from common.maths import advantages, losses
-from common.run import rules
 from common.tasks import rewards, similarity
 from common.training import optim
 
@@ -105,7 +107,7 @@ class Config(RLSettings):
 
     def __post_init__(self):
         rules.check_grpo(self)  # rules that all scripts of GRPO share
-        similar.check(self)
+        rules.check_similarity(self)
 
 
 def reward(completions: list[str], answers: list[str], **columns: list) -> list[float]:

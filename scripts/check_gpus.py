@@ -38,6 +38,7 @@ CUDA_VISIBLE_DEVICES renumbers them. Example output for two ranks on cards 2 and
 
 import argparse
 import dataclasses
+import math
 import os
 import socket
 import sys
@@ -250,11 +251,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Checks everything and prints on rank 0; returns the exit code, on every rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bandwidth", action="store_true", help="measure the bandwidth of copies")
-    parser.add_argument("--no-probe", action="store_true", help="no all-reduce and no copies")
+    parser.add_argument("--no-probe", "--no_probe", action="store_true", help="no all-reduce and no copies")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for an all-reduce (default: %(default)s)")
     parser.add_argument("script", nargs="?", help="training script")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="options of the script")
     args = parser.parse_args(argv)
+    if not 0 < args.timeout < math.inf:
+        parser.error(f"--timeout {args.timeout:g}: must be a number of seconds above 0; 60 is usual")
+    if own := {"--bandwidth", "--no-probe", "--no_probe", "--timeout"} & {flag.split("=")[0] for flag in args.flags}:
+        parser.error(f"{' '.join(own)} behind {args.script}: options of this tool stand before the script")
     module, cfg = None, None
     if args.script:
         try:

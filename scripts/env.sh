@@ -1,6 +1,21 @@
-# Sourced by other scripts: `make_env FILE...` creates .venv and installs the given requirement files. It does nothing if
-# the files have not changed since the last complete installation.
+# Sourced by other scripts.
 
+require_value() { # OPTION VALUE...: ends the script if the option has no value
+    if [ $# -lt 2 ] || [[ $2 == --* ]]; then
+        echo "error: $1 has no value: write $1 VALUE; --help lists the options" >&2
+        exit 2
+    fi
+}
+
+require_number() { # OPTION VALUE LEAST MOST: ends the script if the value is no whole number in this range
+    if ! [[ $2 =~ ^[0-9]{1,9}$ ]] || [ "$((10#$2))" -lt "$3" ] || [ "$((10#$2))" -gt "$4" ]; then
+        echo "error: $1 $2: must be a whole number from $3 to $4; give one" >&2
+        exit 2
+    fi
+}
+
+# make_env FILE...: creates .venv and installs the given requirement files; a no-op if the files have not changed since
+# the last complete installation
 make_env() {
     local python=${PYTHON:-python3} stamp
     if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then

@@ -5,6 +5,15 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/env.sh
+
+out_dir=runs/quickstart
+arguments=("$@")
+for i in "${!arguments[@]}"; do
+    case ${arguments[$i]} in
+        --out_dir | --out-dir) require_value "${arguments[@]:$i}" && out_dir=${arguments[$((i + 1))]} ;;
+        --out_dir=* | --out-dir=*) out_dir=${arguments[$i]#*=} ;;
+    esac
+done
 make_env requirements.txt
 
 script=$(.venv/bin/python - <<'PY'
@@ -19,14 +28,5 @@ print(script)
 PY
 )
 .venv/bin/python "$script" --out_dir runs/quickstart "$@"
-
-out_dir=runs/quickstart
-arguments=("$@")
-for i in "${!arguments[@]}"; do
-    case ${arguments[$i]} in
-        --out_dir) out_dir=${arguments[$((i + 1))]} ;;
-        --out_dir=*) out_dir=${arguments[$i]#*=} ;;
-    esac
-done
 .venv/bin/python scripts/plot_run.py "$out_dir" --out "$out_dir/plot.png"
 echo "next: open gspo/gspo.py or grpo/grpo.py, or the *_multigpu.py beside it, and set policy_model, train_data and the reward"

@@ -7,25 +7,33 @@
 #          --student_gpus LIST  all others; with several, gkd_ddp.py trains on them
 #          --port N             15555
 #          --restarts N         limit for a teacher that dies, 10; training waits meanwhile
-#          --teacher_model NAME, --teacher_dtype D, --max_top_k N and other --max_...: see gkd/teacher_server.py
+#          --teacher_model NAME, --teacher_dtype D, --max_top_k, --max_tokens, --max_batch_tokens, --max_queue N:
+#                              see gkd/teacher_server.py
 # Options after "--" go to the training script. The exit code is that of the training.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source scripts/env.sh
 
 port=15555 restarts=10 teacher_gpus=unset student_gpus=unset teacher_model=toy-teacher teacher_options=()
 while [ $# -gt 0 ]; do
     case $1 in
-        --teacher_gpus) teacher_gpus=$2 && shift 2 ;;
-        --student_gpus) student_gpus=$2 && shift 2 ;;
-        --port) port=$2 && shift 2 ;;
-        --restarts) restarts=$2 && shift 2 ;;
-        --teacher_model) teacher_model=$2 && shift 2 ;;
-        --teacher_dtype) teacher_options+=(--dtype "$2") && shift 2 ;;
-        --max_*) teacher_options+=("$1" "$2") && shift 2 ;;
         --) shift && break ;;
         -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0" && exit 0 ;;
-        *) echo "error: unknown option $1: options of the training stand after --" >&2 && exit 2 ;;
+        --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue ;;
     esac
+    case $1 in
+        --teacher_gpus) require_value "$@" && teacher_gpus=$2 ;;
+        --student_gpus) require_value "$@" && student_gpus=$2 ;;
+        --port) require_value "$@" && require_number "$1" "$2" 1 65535 && port=$2 ;;
+        --restarts) require_value "$@" && require_number "$1" "$2" 0 1000000 && restarts=$2 ;;
+        --teacher_model) require_value "$@" && teacher_model=$2 ;;
+        --teacher_dtype) require_value "$@" && teacher_options+=(--dtype "$2") ;;
+        --max_top_k | --max_tokens | --max_batch_tokens | --max_queue)
+            require_value "$@" && require_number "$1" "$2" 0 999999999 && teacher_options+=("$1" "$2")
+            ;;
+        *) echo "error: unknown option $1: options of the training stand after --; see --help" >&2 && exit 2 ;;
+    esac
+    shift 2
 done
 python=python3
 [ ! -x .venv/bin/python ] || python=.venv/bin/python

@@ -17,6 +17,7 @@
 # Ctrl-C: the training finishes its step and saves, then the service stops; a second Ctrl-C stops both at once.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source scripts/env.sh
 
 port=8899 scorer=cpu reward_gpu=unset train_gpus=unset wait_seconds="" reuse=no trainer_file=grpo/poster/poster_grpo.py
 server_options=()
@@ -27,14 +28,15 @@ while [ $# -gt 0 ]; do
         -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0" && exit 0 ;;
         --token=* | --token) echo "error: --token: the training needs it too; set RL_HAND_REWARD_TOKEN" >&2 && exit 2 ;;
         --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
-        --*) [ $# -gt 1 ] || { echo "error: option $1 has no value" >&2 && exit 2; } ;;
-        *) echo "error: $1: options of the training stand after --" >&2 && exit 2 ;;
+        --*) ;;
+        *) echo "error: unknown option $1: options of the training stand after --; see --help" >&2 && exit 2 ;;
     esac
+    require_value "$@"
     case $1 in
         --reward_gpu) reward_gpu=$2 ;;
         --train_gpus) train_gpus=$2 ;;
-        --port) port=$2 ;;
-        --wait) wait_seconds=$2 ;;
+        --port) require_number "$1" "$2" 1 65535 && port=$2 ;;
+        --wait) require_number "$1" "$2" 1 1000000 && wait_seconds=$2 ;;
         --trainer) trainer_file=$2 ;;
         --scorer) scorer=$2 && server_options+=("$1" "$2") ;;
         *) server_options+=("$1" "$2") ;;

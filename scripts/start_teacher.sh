@@ -11,20 +11,25 @@
 # Options after "--" go to gkd/teacher_server.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source scripts/env.sh
 
 gpus="" port=15555 log="" wait_seconds=1800 foreground=no stop=no
 while [ $# -gt 0 ]; do
     case $1 in
-        --gpus) gpus=$2 && shift 2 ;;
-        --port) port=$2 && shift 2 ;;
-        --log) log=$2 && shift 2 ;;
-        --wait) wait_seconds=$2 && shift 2 ;;
-        --foreground) foreground=yes && shift ;;
-        --stop) stop=yes && shift ;;
         --) shift && break ;;
         -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0" && exit 0 ;;
-        *) echo "error: unknown option $1: options of the server stand after --" >&2 && exit 2 ;;
+        --foreground) foreground=yes && shift && continue ;;
+        --stop) stop=yes && shift && continue ;;
+        --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue ;;
     esac
+    case $1 in
+        --gpus) require_value "$@" && gpus=$2 ;;
+        --port) require_value "$@" && require_number "$1" "$2" 1 65535 && port=$2 ;;
+        --log) require_value "$@" && log=$2 ;;
+        --wait) require_value "$@" && require_number "$1" "$2" 1 1000000 && wait_seconds=$2 ;;
+        *) echo "error: unknown option $1: options of the server stand after --; see --help" >&2 && exit 2 ;;
+    esac
+    shift 2
 done
 pid_file=runs/teacher-$port.pid
 log=${log:-runs/teacher-$port.log}

@@ -3,14 +3,20 @@
 import json
 import math
 import re
+import runpy
+import subprocess
+import sys
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import pytest
+from conftest import ROOT, SCRIPTS
 
-from common.base import checks
+from common.base import checks, config, option_names
 from common.base.checks import require
 from common.base.config import changed, comments, parse, save
+from common.planning import layouts
 from common.run import rules
 
 
@@ -63,10 +69,11 @@ def test_trailing_comments_by_field():
     assert comments(Inner) == {"value": "a comment"}
 
 
-def test_help_shows_every_option_its_comment_and_default(capsys, monkeypatch):
+@pytest.mark.parametrize("asked", ["--help", "-h", "help"])
+def test_help_shows_every_option_its_comment_and_default(asked, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as stopped:
-        parse(Settings, ["--help"])
+        parse(Settings, [asked])
     text = capsys.readouterr().out
     assert stopped.value.code == 0 and "Settings of these tests." in text
     assert all(f"--{name}" in text and comment in text for name, comment in comments(Settings).items())
@@ -111,8 +118,11 @@ def test_annotations_may_be_text():
     # an abbreviation is no option: it would change its meaning with a new field
     ("--step 5", "--step; did you mean --steps?"), ("--print_sample", "--print_sample; did you mean --print_samples?"),
     ("learning_rate=1e-6", "learning_rate=1e-6; did you mean --learning_rate?"),
-    ("--zzzzz 1", "unknown option --zzzzz\n"),  # like no other
-    ("--steps many", "--steps"), ("--steps 1.5", "--steps"), ("--steps", "--steps"),
+    ("--zzzzz 1", "unknown option --zzzzz; --help"),  # like no other
+    ("--num_generations 8", "a name of TRL"), ("steps 5", "steps; did you mean --steps?"),
+    ("-n 4", "'-n' belongs to no option: options have the form --name value"), ("--no_print_samples", "samples false?"),
+    ("--steps many", "--steps: 'many' is not a whole number"), ("--steps 1.5", "--steps"),
+    ("--steps", "--steps: needs a value"), ("--system_prompt -x", "--system_prompt: needs a value"),
     ("--learning_rate fast", "--learning_rate"), ("--print_samples maybe", "--print_samples"),
     ("--print_samples=2", "--print_samples"),
     ("--steps 0", "steps = 0: must be at least 1, 100% of the time; raise it"),
@@ -122,8 +132,18 @@ def test_a_typo_a_wrong_type_and_a_broken_rule_are_refused_with_the_option(argv,
     with pytest.raises(SystemExit) as stopped:
         parse(Settings, argv.split())
     message = capsys.readouterr().err
-    assert stopped.value.code == 2 and "Traceback" not in message
+    assert stopped.value.code == 2 and message.count("\n") == 1  # without the usage text
     assert said in message.partition("error:")[2]
+
+
+@pytest.mark.parametrize(("argv", "code"), [(["--help"], 0), (["--zzzzz"], 2), (["--steps", "0"], 2)])
+def test_of_several_ranks_the_first_answers(argv, code, capsys, monkeypatch):
+    monkeypatch.setattr(config, "SPEAK_FIRST", 0.0)
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as stopped:
+            parse(Settings, argv)
+        assert stopped.value.code == code and bool("".join(capsys.readouterr())) == (rank == "0")
 
 
 def test_an_error_that_is_none_of_the_users_is_not_hidden():
@@ -207,3 +227,117 @@ def test_options_are_inherited_and_may_be_named_again(capsys):
     shown = capsys.readouterr().out.split("Machine and run:")
     assert "of distillation (default: 5)" in shown[0] and "of training" not in "".join(shown)
     assert "--device {cpu,cuda}" in shown[1] and "--steps" not in shown[1]  # the script's own come first
+
+
+COMING = {"chat_template_kwargs", "stop_strings"}  # options that the table names already
+
+
+@pytest.mark.parametrize(("script", "argument", "said"), [
+    ("gspo/gspo.py", "--beta", "a name of TRL and ms-swift, here --kl_coef;"),
+    ("gspo/gspo.py", "--model_name_or_path=a", "here --policy_model ("),
+    ("gkd/gkd.py", "--model_name_or_path", "here --student_model ("),
+    ("gspo/gspo.py", "actor_rollout_ref.rollout.n=8", "a name of verl, here --group_size"),
+    ("gspo/gspo.py", "+algorithm.kl_ctrl.kl_coef=0.1", "here --kl_coef; here the KL is a term of the loss"),
+    ("gspo/gspo.py", "--rollout.n_samples_per_prompt", "OpenRLHF, here --group_size"),
+    ("gspo/gspo.py", "--use_vllm", "not here: sampling runs in PyTorch"),
+    ("gspo/gspo.py", "--reward_funcs", "here REWARDS at the top of the script"),
+    ("gspo/gspo.py", "--num_generation", "did you mean num_generations, a name of TRL and ms-swift, here --group_size"),
+    ("gspo/gspo.py", "data.nothing=4", "docs/coming_from.md lists"), ("gspo/gspo.py", "a.yaml", "no files of options"),
+    ("gspo/gspo.py", "--local-rank=0", "torchrun"), ("gspo/gspo.py", "--teacher_url", "an option of gkd/gkd.py"),
+    ("gspo/gspo.py", "--delta", "here --dual_clip of grpo/grpo.py"), ("gspo/gspo.py", "-n", "'-n' belongs to no"),
+    ("gkd/gkd.py", "--reward_model", "a name of ms-swift, here --reward_model of gspo/gspo.py"),
+    ("gspo/gspo.py", "Model", "'Model' belongs to no"), ("gspo/gspo.py", "\u2013steps", "--steps?"),
+    ("gspo/gspo.py", "--batch", "--batch_size?"), ("gspo/gspo.py", "--STEPS", "--steps?"),
+    ("gkd/gkd.py", "--max_top_k", "an option of gkd/teacher_server.py"),
+    ("gspo/gspo.py", "--student_gpu_ids", "STUDENT_GPU_IDS at the top of gkd/gkd.py"),
+])  # fmt: skip
+def test_a_name_from_elsewhere_is_translated(script, argument, said):
+    message = option_names.unknown(argument, option_names.scripts()[script])
+    assert said in message and "\n" not in message
+
+
+def test_the_table_of_names_leads_to_options_that_exist_and_is_the_page():
+    known = set().union(*option_names.scripts().values()) | COMING
+    rows = option_names.table()
+    assert not [row for row in rows if not set(row.here) <= known or not (row.here or row.note)]
+    pairs = Counter((toolkit, name) for row in rows for toolkit in row.toolkits for name in row.names)
+    assert {name for (_, name), count in pairs.items() if count > 1} == {"beta"}  # of GRPO and of GKD
+    per_toolkit = Counter(toolkit for toolkit, _ in pairs)
+    least = {"TRL": 60, "verl": 40, "ms-swift": 40, "OpenRLHF": 30}
+    assert all(per_toolkit[toolkit] >= count for toolkit, count in least.items())
+    page = (ROOT / option_names.PAGE).read_text()
+    writer = runpy.run_path(str(ROOT / "scripts" / "dev" / "coming_from.py"))
+    assert page == writer["page"](), "python scripts/dev/coming_from.py writes it"
+    (command,) = re.findall(r"^python grpo/grpo.py (.*?)\n```", page, re.M | re.S)
+    translated = layouts.load(SCRIPTS["grpo"], command.replace("\\\n", " ").split())[1]
+    assert (translated.batch_size, translated.kl_coef, translated.epsilon_high) == (8, 0.04, 0.2)
+
+
+def run_script(path, text, *argv):
+    path.write_text(text)
+    command = [sys.executable, path, *argv]
+    return subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
+
+
+SCRIPT = """
+from dataclasses import dataclass
+from common.base import checks, config
+{early}
+print("imported")
+{late}
+from common.base.settings import RLSettings
+
+@dataclass(frozen=True)
+class Config(RLSettings):
+    \"\"\"A script.\"\"\"
+
+    steps: int = LATE  # of training
+
+    def __post_init__(self):
+        checks.require(self.steps > 0, f"steps = {{self.steps}}", "must be above 0", "raise it")
+        checks.warn("only once")
+
+if __name__ == "__main__":
+    print(config.parse(Config).steps)
+"""
+
+
+def test_options_are_answered_before_the_imports_and_again_by_parse_without_another_warning(tmp_path):
+    early, late = "config.answer_early(globals())", "LATE = 7"
+    quick = SCRIPT.replace("LATE  #", "7  #").format(early=early, late="")
+    for argv, code in ((["--help"], 0), (["--stepz"], 2), (["--steps", "0"], 2), (["--steps", "x"], 2)):
+        answered = run_script(tmp_path / "quick.py", quick, *argv)
+        assert answered.returncode == code and "imported" not in answered.stdout
+        assert len((answered.stdout if code == 0 else answered.stderr).splitlines()) > 0
+    done = run_script(tmp_path / "quick.py", quick, "--steps", "3")
+    assert done.stdout == "imported\nwarning: only once\n3\n" and not done.stderr
+    # a Config that needs what is imported later is answered at the end, as one without the line is
+    for text in (SCRIPT.format(early=early, late=late), SCRIPT.format(early="", late=late)):
+        assert run_script(tmp_path / "late.py", text).stdout == "imported\nwarning: only once\n7\n"
+        refused = run_script(tmp_path / "late.py", text, "--steps", "0")
+        assert refused.returncode == 2 and "steps = 0: must be above 0" in refused.stderr
+    # nor does an import of a script read the command line
+    assert run_script(tmp_path / "other.py", "import quick", "--stepz").stdout == "imported\n"
+
+
+@pytest.mark.parametrize(("url", "rule"), [
+    ("http://127.0.0.1:89x", "89x"), ("http://127.0.0.1:99999", "0-65535"), ("http://127.0.0.1:0", "from 1 to 65535"),
+    ("http://127.0.0.1:", "from 1 to 65535"), ("127.0.0.1:8899", "http://"), ("ftp://a", "http://"),
+    ("http://", "a host"), ("http:///path", "a host"), ("http://<host>:80", "a host"), ("http://a b:80", "spaces"),
+    ("http://a\n", "control"), ("http://a..b", "address"), ("http://[::1", "address"),
+    ("http://me:secret@a:8899", "no password"), ("http://me:secret@a:8x", "8x"), ("http://a/?key=1", "after ?"),
+    ("http://a#b", "after ?"),
+])  # fmt: skip
+def test_a_url_that_is_none_is_refused_by_the_rules_of_every_script(url, rule, capsys):
+    for script, option in (("gspo", "reward_url"), ("gkd", "teacher_url")):
+        with pytest.raises(SystemExit):
+            layouts.load(SCRIPTS[script], [f"--{option}", url])
+        message = capsys.readouterr().err
+        assert f"{option} = " in message and rule in message and "secret" not in message
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:8899", "https://a.example/rewards/", "http://[::1]:80", "http://a_b"]
+)
+def test_a_url_may_have_a_path(url):
+    checks.require_url("reward_url", url)

@@ -15,7 +15,7 @@ from conftest import FAMILIES, ROOT, SCRIPTS
 POSTER = ROOT / "grpo" / "poster" / "poster_grpo.py"
 COMMON = sorted((ROOT / "common").rglob("*.py"))
 # lines of the first script of an algorithm; its two variants have longer docstrings
-MOST_LINES = {"gspo": 175, "grpo": 195, "gkd": 205, "similarity_grpo": 230, "poster_grpo": 230}
+MOST_LINES = {"gspo": 177, "grpo": 195, "gkd": 205, "similarity_grpo": 230, "poster_grpo": 230}
 MOST_LINES_TOGETHER = 2250
 
 
@@ -72,7 +72,7 @@ def test_scripts_stay_short():
 
 
 @pytest.mark.parametrize("path", [
-    *SCRIPTS.values(), POSTER, ROOT / "gkd" / "teacher_server.py", ROOT / "common" / "loop" / "settings.py",
+    *SCRIPTS.values(), POSTER, ROOT / "gkd" / "teacher_server.py", ROOT / "common" / "base" / "settings.py",
     *(ROOT / "grpo" / "poster" / f"{name}.py" for name in ("reward_server", "supervised", "convert")),
 ], ids=lambda path: path.stem)  # fmt: skip
 def test_every_option_has_a_comment_on_its_line(path):
@@ -105,21 +105,38 @@ def test_neither_scripts_nor_common_import_a_script_and_no_module_hides_one_of_t
     assert not {path.stem for path in files} & sys.stdlib_module_names
 
 
-def run_copy(path: Path, **environment: str) -> subprocess.CompletedProcess:
-    """`--help` of a copied script: its imports, and no more."""
+def run_copy(path: Path, *argv: str, **environment: str) -> subprocess.CompletedProcess:
+    """A copied script with these options, `--help` by default."""
     own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RL_HAND")} | environment
-    command = [sys.executable, path, "--help"]
+    command = [sys.executable, path, *(argv or ["--help"])]
     return subprocess.run(command, cwd=path.parent, env=own, capture_output=True, text=True, timeout=100)
 
 
-def test_a_copy_outside_the_clone_is_told_how_to_find_it(tmp_path):
+@pytest.mark.parametrize("path", [*SCRIPTS.values(), POSTER], ids=lambda path: path.stem)
+def test_a_copy_outside_the_clone_finds_it_and_answers_options_before_torch_is_imported(path, tmp_path):
     copy = tmp_path / "my_task.py"
-    shutil.copy(SCRIPTS["gspo"], copy)
+    shutil.copy(path, copy)
     lost = run_copy(copy)
     assert lost.returncode == 1 and "set RL_HAND to the folder of the clone, or pip install -e" in lost.stderr
     assert "Traceback" not in lost.stderr
-    for found in (run_copy(copy, RL_HAND=str(ROOT)), run_copy(copy, PYTHONPATH=str(ROOT))):  # as if it was installed
-        assert found.returncode == 0 and "--clip_preset" in found.stdout
+    (tmp_path / "torch.py").write_text("raise ImportError('no option needs torch')")  # found first
+    helped = run_copy(copy, PYTHONPATH=str(ROOT))  # as if it was installed
+    assert helped.returncode == 0 and "--learning_rate" in helped.stdout and not helped.stderr
+    for option, value in (("num_generations", "4"), ("batch_size", "0"), ("steps", "many"), ("top_p", "2"),
+                          ("lora_targets", " "), ("device", "tpu")):  # fmt: skip
+        refused = run_copy(copy, f"--{option}", value, "--lora_rank", "4", RL_HAND=str(ROOT))
+        assert refused.returncode == 2 and option in refused.stderr and refused.stderr.count("\n") == 1
+
+
+@pytest.mark.tools
+@pytest.mark.parametrize("path", [SCRIPTS["gspo"], SCRIPTS["gkd"], POSTER], ids=lambda path: path.stem)
+def test_a_copy_outside_the_clone_imports_all_that_it_needs(path, tmp_path):
+    copy = tmp_path / "my_task.py"
+    shutil.copy(path, copy)
+    model = "student_model" if path.stem == "gkd" else "policy_model"
+    for found in ({"RL_HAND": str(ROOT)}, {"PYTHONPATH": str(ROOT)}):
+        started = run_copy(copy, f"--{model}", "/no/such/model", "--device", "cpu", **found)
+        assert "no such folder" in started.stderr
 
 
 def test_a_copy_from_before_there_were_rooms_is_told_what_to_do(tmp_path):

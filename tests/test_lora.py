@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 from bounds import assert_rounded
-from conftest import ROOT, assert_equal_weights, build_model, build_tokenizer
+from conftest import ROOT, SCRIPTS, assert_equal_weights, build_model, build_tokenizer, two_replicas
 from safetensors.torch import load_file, save_file
 from test_checkpoint import Policy, weights_of
 from torch import nn
@@ -20,7 +20,8 @@ from common.generation import batches, rollout
 from common.model import logprobs, lora, merging, models, sources
 from common.model.lora import Options
 from common.model.models import load_frozen, load_policy
-from common.run import checkpoint
+from common.planning import layouts, plan
+from common.run import checkpoint, rules
 from common.training import optim
 
 CPU = torch.device("cpu")
@@ -462,14 +463,14 @@ def test_a_merged_vision_language_model_has_its_processor(tmp_path):
     ({"load_bits": 4}, "load_bits = 4, lora_rank = 0: .*set lora_rank"),
     ({"lora_rank": 4, "load_bits": 8, "param_offload": True}, "load_bits = 8, param_offload = True: "),
     ({"lora_rank": 4, "lora_targets": " , "}, "lora_targets = ' , ': must name layers"),
-    ({"lora_rank": 4, "reference_refresh": 2}, "reference_refresh = 2, lora_rank = 4: .*without adapters"),
+    ({"lora_rank": 4, "reference_refresh": 2}, "reference_refresh = 2, lora_rank = 4: .*starting model"),
     ({"lora_rank": 4, "fsdp": True}, "fsdp = True, lora_rank = 4: .*leave one off"),
     ({}, ""), ({"lora_rank": 0, "fsdp": True, "reference_refresh": 2}, ""),
     ({"lora_rank": 4, "load_bits": 8, "fsdp": False, "reference_refresh": 0}, ""),
 ])  # fmt: skip
 def test_check(fields, message):
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-        lora.check(types.SimpleNamespace(**fields))
+        rules.check_lora(types.SimpleNamespace(**fields))
 
 
 def test_options_are_none_without_a_rank_and_few_bits_need_a_package(model_folders, monkeypatch):
@@ -518,6 +519,67 @@ def test_a_run_with_adapters_is_resumed_exactly(launcher, tmp_path):
     weights = [load_file(run.out_dir / "checkpoint-000004" / "adapter_model.safetensors") for run in (whole, again)]
     assert len(weights[0]) == 2 * 14
     assert_equal_weights(*weights)
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+def test_adapters_that_a_run_starts_from_are_its_reference_also_after_a_resume(bits, saved, tmp_path):
+    if bits:
+        pytest.importorskip("bitsandbytes")
+    options, start = Options(4, 8.0, bits=bits), str(saved["qwen2"])
+    model = reload(start, options)
+    first, batch = logits(model), packed(model)
+    trained(model, std=0.2)
+    replicas = models.replicate(model, [CPU, CPU], 2)
+    lora.save(model, tmp_path)
+    resumed = reload(tmp_path, options)  # as a checkpoint is
+    for policies in (replicas, [resumed]):
+        lora.keep_start(policies, start)
+        for policy in policies:
+            before, now = contents(policy), logits(policy)
+            assert (now - first).abs().max() > 0.1
+            with pytest.raises(ZeroDivisionError), merging.as_reference(policy):
+                assert torch.equal(logits(policy), first)
+                raise ZeroDivisionError
+            assert_unchanged(policy, before, now)
+    reference, alone = (logprobs.LogProbs(resumed, 1.0, adapters=on)(*batch.tokens)[0] for on in (False, True))
+    logprobs.fill([batch], "ref_logps", logprobs.LogProbs(reload(start, options), 1.0), CPU)
+    assert torch.equal(reference, batch.ref_logps) and (reference - alone).abs().max() > 0.1
+    if not bits:  # or nothing is merged
+        with merging.merged(resumed), pytest.raises(RuntimeError, match="merged"), merging.as_reference(resumed):
+            pytest.fail("there is no reference meanwhile")
+    with merging.adapters_disabled(resumed):
+        without = logits(resumed)
+    new = reload(tmp_path, options)
+    lora.keep_start([new], json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"])
+    with merging.as_reference(new):  # new adapters start from the plain model
+        assert torch.equal(logits(new), without)
+
+
+def test_the_plan_counts_the_adapters_of_a_reference(saved):
+    given = ["--policy_model", str(saved["qwen2"]), "--lora_rank", "4", "--lora_alpha", "8", "--dtype", "fp32"]
+    trains = merging.trained_weights(reload(saved["qwen2"], Options(4, 8.0)))
+    for kl_coef, expected in (("0.1", sum(p.nbytes for p in trains)), ("0", 0)):
+        module, cfg = layouts.load(SCRIPTS["gspo"], [*given, "--kl_coef", kl_coef])
+        assert plan.of(cfg, layouts.all_ranks(module, cfg)).gpus[0].always["reference"] == expected
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(("script", "given"), [
+    ("gspo", {}), ("gspo_multigpu", {"prepare": two_replicas}), ("similarity_grpo", {"similarity_model": "ngrams"}),
+    ("gspo", {"load_bits": 4}),
+])  # fmt: skip
+def test_a_run_that_starts_from_adapters_begins_at_its_reference(launcher, saved, tmp_path, script, given):
+    if "load_bits" in given:
+        pytest.importorskip("bitsandbytes")
+    options = dict(policy_model=saved["qwen2"], lora_rank=4, lora_alpha=8.0, num_minibatches=1, steps=4, save_every=2,
+                   learning_rate=3e-3, **given)  # fmt: skip
+    whole = launcher.run(script, tmp_path / "whole", **options).succeeded()
+    assert whole.steps[0]["kl_ref"] < 1e-6 < whole.steps[1]["kl_ref"]
+    folder = tmp_path / "whole" / "checkpoint-000002"
+    again = launcher.run(script, tmp_path / "again", resume=folder, **options).succeeded()
+    assert [line["kl_ref"] for line in again.steps] == [line["kl_ref"] for line in whole.steps[2:]]
+    assert_equal_weights(*(load_file(run.out_dir / "checkpoint-000004" / "adapter_model.safetensors")
+                           for run in (whole, again)))  # fmt: skip
 
 
 @pytest.mark.parity

@@ -135,7 +135,7 @@ def quickstart_run(tmp_path_factory, environment) -> Path:
 def options_of(path: Path) -> dict[str, str]:
     """Defaults of a script's options by name, inherited ones included."""
     classes = {}
-    for file in (ROOT / "common" / "loop" / "settings.py", path):
+    for file in (ROOT / "common" / "base" / "settings.py", path):
         classes |= {node.name: node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)}
 
     def fields(name: str) -> dict[str, str]:

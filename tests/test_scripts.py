@@ -3,6 +3,8 @@
 import functools
 import json
 import re
+import runpy
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -266,7 +268,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_batch(launcher, t
 
 @pytest.mark.parametrize(("options", "message"), [
     (dict(learning_rat=1), "unknown option --learning_rat; did you mean --learning_rate?"),
-    (dict(steps="many"), "invalid int value: 'many'"), (dict(group_size=1), "group_size = 1: must be at least 2"),
+    (dict(steps="many"), "'many' is not a whole number"), (dict(group_size=1), "group_size = 1: must be at least 2"),
     (dict(temperature=0), "temperature = 0.0: must be above 0"),
     (dict(num_minibatches=17, batch_size=4, group_size=4), "num_minibatches = 17: must be at most the 16 completions"),
     (dict(truncated="drop"), "truncated = 'drop': must be one of ('keep', 'mask')"),
@@ -319,3 +321,39 @@ def test_a_layout_of_more_gpus_than_there_are_is_refused_at_once(launcher, tmp_p
                  "ROLLOUT_GPU_IDS = (0, 1)", "--device cpu"):  # fmt: skip
         assert part in said
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ("--timeout 0", "--timeout 0: must be"), ("--timeout nan", "--timeout nan: must be"), ("--bandwith", "--bandwith"),
+    ("gspo/gspo.py --bandwidth", "stand before the script"), ("gspo/gspo.py --lr 1", "here --learning_rate"),
+])  # fmt: skip
+def test_wrong_options_of_check_gpus_are_named(options, message, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(ROOT / "scripts" / "check_gpus.py"))["main"](options.split())
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+GKD, TEACHER, POSTER = "run_gkd", "start_teacher", "start_poster_training_with_reward_server"
+
+
+@pytest.mark.parametrize(("script", "options", "message"), [
+    *((script, "--port", "--port has no value") for script in (GKD, TEACHER, POSTER)),
+    *((script, "--port --stop", "--port has no value") for script in (GKD, TEACHER, POSTER)),
+    *((script, "--port=80x", "--port 80x: must be a whole number from 1 to") for script in (GKD, TEACHER, POSTER)),
+    *((script, "train", "unknown option train: options of the") for script in (GKD, TEACHER, POSTER)),
+    *((GKD, option, f"{option} has no value") for option in
+      ("--teacher_gpus", "--student_gpus", "--restarts", "--teacher_model", "--teacher_dtype", "--max_top_k")),
+    *((TEACHER, option, f"{option} has no value") for option in ("--gpus", "--log", "--wait")),
+    *((POSTER, option, f"{option} has no value") for option in
+      ("--reward_gpu", "--train_gpus", "--wait", "--trainer", "--scorer", "--coord_space")),
+    (GKD, "--restarts -1", "--restarts -1: must be"), (TEACHER, "--wait soon", "--wait soon: must be"),
+    (POSTER, "--wait 0", "--wait 0: must be"), (GKD, "--gpus 0", "unknown option --gpus"),
+    (TEACHER, "--steps 3", "unknown option --steps"), ("quickstart", "--steps 3 --out-dir", "--out-dir has no value"),
+    ("dev/soak", "many", "number of kills many: must be"), ("dev/audit", "--fix", "unknown option --fix"),
+])  # fmt: skip
+def test_a_shell_script_names_a_wrong_option_before_anything_starts(script, options, message, tmp_path):
+    command = ["bash", ROOT / "scripts" / f"{script}.sh", *options.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and f"error: {message}" in done.stderr
+    assert done.stderr.count("\n") == 1 and not done.stdout

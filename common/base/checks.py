@@ -2,8 +2,11 @@
 
 import ipaddress
 import math
+import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 MAY_BE_INFINITE = ("max_grad_norm", "similarity_kappa")  # fields where inf is a valid value
 LARGEST = 2**31 - 1  # of integers: seeds, positions and token ids are stored in 32 bits
@@ -86,6 +89,40 @@ def one_of(cfg: Any, **choices: Sequence[str]) -> None:
     for name, allowed in choices.items():
         value = getattr(cfg, name)
         require(value in allowed, f"{name} = {value!r}", f"must be one of {tuple(allowed)}", "choose one of these")
+
+
+def require_url(name: str, url: str) -> None:
+    """Requires the address of a service, such as "http://127.0.0.1:8899"; a path may follow.
+
+    Args:
+        name: of the option, for the message.
+        url: its value.
+
+    Raises:
+        ValueError: no such address.
+    """
+    shown = url if "@" not in url else f"...@{url.rpartition('@')[2]}"  # passwords stay out of logs
+    given, remedy = f"{name} = {shown!r}", "give an address such as http://127.0.0.1:8899"
+    require(url.isprintable() and " " not in url, given, "must have no spaces and no control characters", remedy)
+    try:
+        parts = urlsplit(url)
+        port = parts.port  # only this checks its digits
+        (parts.hostname or "").encode("idna")
+    except ValueError as error:  # UnicodeError is one
+        raise ValueError(f"{given}: must be an address, but {error}; {remedy}") from error
+    require(parts.scheme in ("http", "https"), given, "must begin with http:// or https://", remedy)
+    require(bool(re.fullmatch(r"[\w:][\w.:-]*", parts.hostname or "")), given, "must name a host", remedy)
+    require(port != 0 and not parts.netloc.endswith(":"), given, "the port must be from 1 to 65535", remedy)
+    require("@" not in parts.netloc, given, "must hold no user and no password", "leave them out: the token of the "
+            "service stands in the environment")  # fmt: skip
+    require(not parts.query and not parts.fragment, given, "the service's own paths follow it", "leave out what stands "
+            "after ? or #")  # fmt: skip
+
+
+def warn(text: str) -> None:
+    """Prints a warning about an option; under torchrun on rank 0 only."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"warning: {text}", flush=True)
 
 
 def is_loopback(host: str) -> bool:

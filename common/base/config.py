@@ -5,21 +5,26 @@ The trailing comment of a field is the help text of its option.
 
 import argparse
 import ast
+import contextlib
 import dataclasses
-import difflib
 import inspect
 import io
 import json
+import os
 import sys
 import textwrap
+import time
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
+from common.base import option_names, settings
 from common.base.checks import require_numbers
 
 T = TypeVar("T")
+HELP = ("-h", "-help", "help")  # other spellings of --help
+SPEAK_FIRST = 1.0  # seconds that other ranks leave rank 0: torchrun ends all ranks when one ends
 
 
 def comments(cls: type) -> dict[str, str]:
@@ -40,6 +45,21 @@ def _dataclasses(cls: type) -> list[type]:
     return [base for base in cls.__mro__ if dataclasses.is_dataclass(base)]
 
 
+class _Parser(argparse.ArgumentParser):
+    """Answers on rank 0 only, and names an error in one line, without the usage text."""
+
+    def print_help(self, file: Any = None) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            super().print_help(file)
+
+    def error(self, message: str) -> NoReturn:
+        message = message.replace("expected one argument", "needs a value; --name=-1 gives one that begins with a dash")
+        if os.environ.get("RANK", "0") == "0":
+            self.exit(2, f"{self.prog}: error: {message}\n")
+        time.sleep(SPEAK_FIRST)
+        self.exit(2)
+
+
 def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
     """Reads a Config from the command line: `--name value` is the same as editing the field's line.
 
@@ -51,9 +71,65 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
         argv: default: the arguments of the process.
 
     Raises:
-        SystemExit: code 2, for an invalid value or an unknown option; suggests the closest name.
+        SystemExit: code 2, for an invalid value or an unknown option; says what its name is here.
     """
-    parser = argparse.ArgumentParser(description=cls.__doc__, allow_abbrev=False)
+    parser = _parser(cls)
+    return _checked(parser, cls, _values(parser, argv))
+
+
+def answer_early(script: dict[str, Any]) -> None:
+    """Answers `--help` and wrong options of a training script before its slow imports.
+
+    Defines the script's Config from its text, with what the script has imported so far and the
+    classes of settings.py, and parses the command line. `parse` does it again at the end of the
+    script. If Config needs more than that, only `parse` answers.
+
+    Args:
+        script: `globals()` of the script; nothing happens unless it runs as `__main__`.
+
+    Raises:
+        SystemExit: as `parse`.
+    """
+    if script["__name__"] != "__main__":
+        return
+    names = {**vars(settings), **script}
+    try:
+        body = ast.parse(Path(script["__file__"]).read_bytes()).body
+        config = [node for node in body if isinstance(node, ast.ClassDef) and node.name == "Config"]
+        exec(compile(ast.Module(config, []), script["__file__"], "exec"), names)
+        parser = _parser(names["Config"])
+        values = _values(parser)
+        with contextlib.redirect_stdout(io.StringIO()):  # warnings are for `parse` to print
+            _checked(parser, names["Config"], values)
+    except Exception:  # Config needs what is imported later, or has a bug, which `parse` shows
+        return
+
+
+def _values(parser: _Parser, argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """The value of each option in `argv`, by default the arguments of the process."""
+    argv = [_with_underscores(arg) for arg in (sys.argv[1:] if argv is None else argv)]
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        if unknown[0] in HELP:
+            parser.print_help()
+            parser.exit()
+        parser.error(option_names.unknown(unknown[0], vars(known)))
+    return vars(known)
+
+
+def _checked(parser: _Parser, cls: type[T], values: dict[str, Any]) -> T:
+    """The Config; a broken rule is an error of the parser."""
+    try:
+        require_numbers(values)
+        return cls(**values)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _parser(cls: type) -> _Parser:
+    """An option for each field, in groups as in `parse`."""
+    parser = _Parser(description=cls.__doc__, allow_abbrev=False, add_help=False)
+    parser.add_argument("--help", action="help", help="show this text")
     helps, types = comments(cls), get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for base in _dataclasses(cls):
@@ -67,17 +143,8 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
                 words = "{" + ",".join(get_args(kind)) + "}"
                 group.add_argument(f"--{name}", metavar=words, default=field.default, help=text)
             else:
-                group.add_argument(f"--{name}", type=kind, default=field.default, help=text)
-    argv = [_with_underscores(arg) for arg in (sys.argv[1:] if argv is None else argv)]
-    values, unknown = parser.parse_known_args(argv)
-    if unknown:
-        close = difflib.get_close_matches(unknown[0].split("=")[0].lstrip("-"), helps, n=1)
-        parser.error(f"unknown option {unknown[0]}" + (f"; did you mean --{close[0]}?" if close else ""))
-    try:
-        require_numbers(vars(values))
-        return cls(**vars(values))
-    except ValueError as error:
-        parser.error(str(error))
+                group.add_argument(f"--{name}", type=_number(kind), default=field.default, help=text)
+    return parser
 
 
 def save(cfg: Any, out_dir: str) -> None:
@@ -91,6 +158,19 @@ def changed(old: dict[str, Any], cfg: Any) -> list[str]:
     new = dataclasses.asdict(cfg)
     names = [name for name in new if name in old and old[name] != new[name]]
     return [f"{name}: {old[name]!r} -> {new[name]!r}" for name in names]
+
+
+def _number(kind: type) -> Callable[[str], Any]:
+    """Parses a value of this type; text is taken as it is."""
+
+    def read(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError as error:
+            rule = "a whole number, such as 60" if kind is int else "a number, such as 0.1"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {rule}") from error
+
+    return read
 
 
 def _bool(text: str) -> bool:

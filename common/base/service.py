@@ -21,7 +21,7 @@ import torch
 import urllib3
 
 from common.base import background
-from common.base.checks import is_loopback
+from common.base.checks import is_loopback, require_url
 from common.base.distributed import OutageError, print_main
 
 CONNECT_SECONDS = 5.0
@@ -105,9 +105,7 @@ class Service:
         Raises:
             ValueError: not an address, a number out of range, or a token that is not printable ASCII.
         """
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"url = {url!r}: must be an address such as http://127.0.0.1:15555")
+        require_url("url", url)
         for name, value in (("timeout_s", timeout_s), ("patience_s", patience_s), ("workers", workers)):
             if not value > 0:
                 raise ValueError(f"{name} = {value}: must be above 0; raise it")
@@ -119,7 +117,7 @@ class Service:
         self.url, self.token, self.timeout_s, self.patience_s = url.rstrip("/"), token, timeout_s, patience_s
         self.workers, self.content_type, self.on_recovery = workers, content_type, lambda: None
         self.max_answer = max_answer
-        self._local = is_loopback(parts.hostname)
+        self._local = is_loopback(urlsplit(url).hostname)
         self._idle: list[requests.Session] = []  # connections that stay open; a request in flight takes one out
         self._outage: Future | None = None  # done when the service is back, or the patience has ended
         self._lock = threading.Lock()

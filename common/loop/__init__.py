@@ -5,11 +5,11 @@ gspo/gspo.py, which uses most of them, then policy.py and trainer.py. Distillati
 and offloading.py; similarity groups add similar.py.
 """
 
+from common.base.settings import PromptSettings, RewardSettings, RLSettings, Settings
 from common.loop.policy import Policy, Reference, fill_logps
 from common.loop.run import Run, load_data
 from common.loop.sampler import Sampler, evaluate, resample
 from common.loop.scorer import Scorer, add_overlong_penalty, assign_advantages, group_advantages
-from common.loop.settings import PromptSettings, RewardSettings, RLSettings, Settings
 from common.loop.trainer import Counts, Stats, Trainer, policy_stats, token_stats
 
 __all__ = [

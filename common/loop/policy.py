@@ -144,7 +144,7 @@ class Policy:
 
 
 class Reference:
-    """The frozen starting model; with LoRA, the policy without adapters; empty without kl_coef."""
+    """The frozen starting model; with LoRA, the policy with its first adapters; empty without kl_coef."""
 
     def __init__(self, cfg: Any, policy: Policy, gpus: devices.Layout | None = None, resumed: Path | None = None):
         """Loads the reference.
@@ -159,6 +159,7 @@ class Reference:
         self.refresh_every = getattr(cfg, "reference_refresh", 0)
         if cfg.kl_coef > 0 and cfg.lora_rank:
             self.devices = policy.devices
+            lora.keep_start(policy.trained, policy.start_model)
             self.wrapped = [policy.wrapper(replica, train_entropy=False, adapters=False) for replica in policy.trained]
         elif cfg.kl_coef > 0:
             self.devices = (gpus.reference if gpus else policy.home,)

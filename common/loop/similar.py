@@ -7,23 +7,10 @@ from typing import Any
 import torch
 
 from common.base import background, devices, distributed
-from common.base.checks import at_least, require
 from common.run import checkpoint
 from common.run.metrics import Log
 from common.tasks import answers, similarity
 from common.tasks.embedder import Embedder, fetch
-
-
-def check(cfg: Any) -> None:
-    """Checks the options of similarity groups, in the Config of grpo/similarity_grpo.py.
-
-    Raises:
-        ValueError: a rule is broken.
-    """
-    at_least(cfg, 1, "similarity_max_tokens", "similarity_batch")
-    require(cfg.similarity_method != "within" or cfg.scale == "group", f"advantage_scale = {cfg.scale!r}",
-            "'within' divides by the std of the cluster", "leave it at 'auto', and loss not 'dr_grpo'")  # fmt: skip
-    similarity.Threshold(cfg.similarity_threshold)  # checks its argument
 
 
 class SimilarityGroups:

@@ -68,8 +68,8 @@ class LogProbs(nn.Module):
             compile: compile transformer blocks and head, on a GPU.
             train_entropy: make the entropy differentiable, for an entropy bonus.
             suppressed_ids: tokens that are never sampled, the same as in `rollout.Sampler`.
-            adapters: False disables the adapters of the model, which is then its own reference.
-                Nothing else may use the model at the same time.
+            adapters: False computes the reference that a model with adapters holds itself; see
+                `merging.as_reference`. Nothing else may use the model at the same time.
 
         Raises:
             TypeError: the output head is not a plain linear layer, for instance because it has an
@@ -204,7 +204,7 @@ class LogProbs(nn.Module):
 
     def _hidden(self, **kwargs: Any) -> torch.Tensor:
         """Output of the last decoder layer."""
-        with nullcontext() if self.adapters else merging.adapters_disabled(self.model):
+        with nullcontext() if self.adapters else merging.as_reference(self.model):
             return self.model.get_decoder()(**kwargs).last_hidden_state
 
 

@@ -1,7 +1,8 @@
-"""LoRA: small trained matrices beside frozen weights, which alone are the reference.
+"""LoRA: small trained matrices beside frozen weights.
 
 An adapted layer computes W x + (alpha / rank) B A x, with W frozen and B zero at first (Hu et al.
-2021, arXiv 2106.09685, Section 4.1). common/model/merging.py disables adapters, and merges them
+2021, arXiv 2106.09685, Section 4.1). The reference needs no second model: it is W alone, or W with
+the adapters that the run started from. common/model/merging.py switches to it, and merges adapters
 into W for rollouts.
 
 Dims: r rank, I inputs and O outputs of a layer.
@@ -10,6 +11,7 @@ Dims: r rank, I inputs and O outputs of a layer.
 import dataclasses
 import importlib.util
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from common.base.checks import require
-from common.model import images, merging
+from common.model import images, merging, sources
 
 ALL = "all-linear"
 SEED = 0  # of new adapters: ranks have different seeds, but must start with equal adapters
@@ -51,50 +53,6 @@ def options(cfg: Any) -> Options | None:
     if not cfg.lora_rank:
         return None
     return Options(cfg.lora_rank, cfg.lora_alpha, cfg.lora_targets, cfg.load_bits)
-
-
-def check(cfg: Any) -> None:
-    """Checks the fields of a configuration that concern adapters.
-
-    Args:
-        cfg: a Config; missing fields have their defaults.
-
-    Raises:
-        ValueError: a rule is broken.
-    """
-    rank, alpha, bits = getattr(cfg, "lora_rank", 0), getattr(cfg, "lora_alpha", 1.0), getattr(cfg, "load_bits", 0)
-    require(rank >= 0, f"lora_rank = {rank}", "must be at least 0", "0 trains all weights, 16 is usual for adapters")
-    require(alpha > 0, f"lora_alpha = {alpha}", "must be above 0", "twice lora_rank is usual")
-    require(bits in (0, 4, 8), f"load_bits = {bits}", "must be 0, 4 or 8", "choose one of these")
-    require(
-        rank > 0 or not bits,
-        f"load_bits = {bits}, lora_rank = 0",
-        "weights in few bits cannot be trained",
-        "set lora_rank, or leave load_bits at 0",
-    )
-    require(
-        not bits or not getattr(cfg, "param_offload", False),
-        f"load_bits = {bits}, param_offload = True",
-        "weights in few bits stay on the GPU",
-        "leave one of them off",
-    )
-    if not rank:
-        return
-    names = getattr(cfg, "lora_targets", ALL)
-    require(any(_split(names)), f"lora_targets = {names!r}", "must name layers", f"give {ALL!r}, or names")
-    refresh = getattr(cfg, "reference_refresh", 0)
-    require(
-        not refresh,
-        f"reference_refresh = {refresh}, lora_rank = {rank}",
-        "the reference is the policy without adapters",
-        "leave one of them at 0",
-    )
-    require(
-        not getattr(cfg, "fsdp", False),
-        f"fsdp = True, lora_rank = {rank}",
-        "fsdp shards what is trained, and with LoRA that is little",
-        "leave one off; load_bits makes the frozen weights smaller",
-    )
 
 
 def targets(model: PreTrainedModel, names: str) -> list[str]:
@@ -217,11 +175,42 @@ def wrap_saved(model: PreTrainedModel, source: str) -> nn.Module:
         ValueError: the adapters do not fit the model.
     """
     import peft
-    from peft.utils.save_and_load import load_peft_weights
 
     config = peft.LoraConfig.from_pretrained(source)
     config.inference_mode, config.base_model_name_or_path, config.lora_dropout = False, None, 0.0
     model = _wrap(model, config)
+    _load(model, source)
+    return model
+
+
+@torch.no_grad()
+def keep_start(replicas: Sequence[nn.Module], start_model: str) -> None:
+    """Keeps the adapters that a run starts from as those of its reference; new adapters need none.
+
+    Args:
+        replicas: of the policy, wrapped by peft; after a resume with the weights of the checkpoint.
+        start_model: that the run started from, as in `sources.find`.
+
+    Raises:
+        ValueError: its adapters are not those of the policy.
+    """
+    source = sources.find(start_model)
+    if not sources.base_of(source):
+        return
+    weights = merging.trained_weights(replicas[0])
+    present = [p.detach().clone() for p in weights]
+    _load(replicas[0], source)  # as they were loaded when the run started
+    for replica in replicas:
+        merging.keep_reference(replica, weights)
+    for weight, value in zip(weights, present, strict=True):
+        weight.copy_(value)
+
+
+def _load(model: nn.Module, source: str) -> None:
+    """Loads saved adapters into those of a model; raises the errors of `wrap_saved`."""
+    import peft
+    from peft.utils.save_and_load import load_peft_weights
+
     folder = Path(source)
     require(
         not folder.is_dir() or any(folder.glob("adapter_model.*")),
@@ -238,7 +227,6 @@ def wrap_saved(model: PreTrainedModel, source: str) -> nn.Module:
         f"must fit their model, but {len(mismatched)} weights have no counterpart ({', '.join(mismatched[:2])})",
         "name the model they were trained on as base_model_name_or_path in adapter_config.json",
     )
-    return model
 
 
 def save(model: nn.Module, folder: Path | str) -> None:

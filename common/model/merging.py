@@ -1,4 +1,4 @@
-"""Disables adapters, or merges them into the weights: for a rollout, or permanently.
+"""Replaces adapters by those of the reference, or merges them into the weights: for a rollout, or permanently.
 
 A rollout with W + (alpha / rank) B A in place of W runs as fast as without adapters; afterwards W
 is restored bit for bit. Dims as in common/model/lora.py.
@@ -20,6 +20,8 @@ GPU_COPY_SHARE = 0.25  # of the free GPU memory; copies of the weights that are 
 _on_host: WeakKeyDictionary[nn.Module, "_Copies"] = WeakKeyDictionary()
 _adapter_modules_of: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
 _merged: WeakSet[nn.Module] = WeakSet()  # models whose adapters are in their weights now
+# adapters, each with its value in the reference
+_references: WeakKeyDictionary[nn.Module, list[tuple[nn.Parameter, torch.Tensor]]] = WeakKeyDictionary()
 
 
 def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -44,9 +46,56 @@ def _adapter_modules(model: nn.Module) -> list[nn.Module]:
     return _adapter_modules_of[model]
 
 
+def trained_weights(model: nn.Module) -> list[nn.Parameter]:
+    """The weights of the adapters: all that is trained."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def keep_reference(model: nn.Module, weights: list[torch.Tensor]) -> None:
+    """Sets the adapters that `as_reference` uses; without a call it uses none.
+
+    Args:
+        model: wrapped by peft.
+        weights: in the order of `trained_weights`; copied.
+    """
+    pairs = zip(trained_weights(model), weights, strict=True)
+    _references[model] = [(weight, value.detach().to(weight.device, copy=True)) for weight, value in pairs]
+
+
+@contextmanager
+def as_reference(model: nn.Module) -> Iterator[None]:
+    """Turns a model into its own reference: with the adapters of `keep_reference`, or without any.
+
+    Args:
+        model: wrapped by peft or not; without adapters this is a no-op.
+
+    Raises:
+        RuntimeError: the adapters are merged into the weights.
+    """
+    if model not in _references:
+        with adapters_disabled(model):
+            yield
+        return
+    _require_unmerged(model)
+    pairs = _references[model]
+    present = [weight.data for weight, _ in pairs]
+    try:
+        for weight, value in pairs:
+            weight.data = value
+        yield
+    finally:
+        for (weight, _), value in zip(pairs, present, strict=True):
+            weight.data = value
+
+
+def _require_unmerged(model: nn.Module) -> None:
+    if model in _merged:
+        raise RuntimeError("adapters are merged into the weights for a rollout: wait for its end")
+
+
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """Disables the adapters of a model, which is then its own reference; a no-op without adapters.
+    """Disables the adapters of a model; a no-op without adapters.
 
     Args:
         model: wrapped by peft or not.
@@ -57,8 +106,7 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
     if not hasattr(model, "peft_config"):
         yield
         return
-    if model in _merged:
-        raise RuntimeError("adapters are merged into the weights for a rollout: wait for its end")
+    _require_unmerged(model)
     # peft's own disable_adapter also toggles requires_grad, which invalidates compiled code
     layers = [m for m in _adapter_modules(model) if not m.disable_adapters]
     try:

@@ -39,8 +39,8 @@ def load_policy(
 ) -> tuple[PreTrainedTokenizerBase, nn.Module]:
     """Loads the model to be trained, without dropout, and its tokenizer, with padding repaired.
 
-    Saved adapters, such as those in a checkpoint, are trained further, and their base model is the
-    reference; if `lora` is None, they are merged, and all weights are trained.
+    Saved adapters, such as those in a checkpoint, are trained further; if `lora` is None, they are
+    merged, and all weights are trained.
 
     Args:
         name: see `sources.find`.

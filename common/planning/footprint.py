@@ -188,6 +188,8 @@ class Run:
         self.trained = shape.per_rank * self.rank if self.rank else shape.params - frozen
         linear = shape.linear * (BYTES[self.bits] if self.bits else self.size)
         self.weights = (shape.params - shape.linear) * self.size + linear + (self.trained * self.size * (self.rank > 0))
+        starts = self.rank > 0 and self.has_kl and (Path(cfg.policy_model) / "adapter_config.json").is_file()
+        self.start = self.trained * self.size * starts  # the adapters of a reference
         self.merged = shape.adapted * self.size if self.rank and not self.bits else 0
         masters = 4 if self.size == 2 and self.shards == 1 else 0  # sharded weights are fp32 and need no master copy
         self.state = (masters + 8) * self.trained / self.shards
@@ -232,6 +234,8 @@ class Run:
         # an idle student is in CPU memory while the teacher works
         for phase in ("rollout", "score", *PASSES, "step") if self.param_offload else ("always",):
             gpu.add(phase, weights=self.weights if self.shards == 1 else 4 * self.shape.params / self.shards)
+        if self.start:
+            gpu.add("always", reference=self.start)
         if self.shards > 1:
             gpu.add("always", copy_to_sample=self.size * self.shape.params)
         if self.visual:

@@ -111,7 +111,7 @@ def roles(module: ModuleType, cfg: Any, ranks: int = 1, local_rank: int = 0) -> 
 def role_names(cfg: Any) -> list[str]:
     """Roles that a configuration uses, the trained one first."""
     found = ["student" if hasattr(cfg, "student_model") else "policy", "rollout"]
-    # with LoRA the reference is the policy with its adapters disabled
+    # with LoRA the reference shares the weights of the policy
     if getattr(cfg, "kl_coef", 0) > 0 and not getattr(cfg, "lora_rank", 0):
         found.append("reference")
     if getattr(cfg, "reward_model", "") and not getattr(cfg, "reward_url", ""):

@@ -1,15 +1,14 @@
 """Rules for the options that training scripts share; each script adds its own in `__post_init__`.
 
-Every rule raises a ValueError.
+Every rule raises a ValueError. Nothing here imports torch: a wrong option is answered at once.
 """
 
 import json
+import math
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from common.base.checks import above_zero, at_least, one_of, require, require_numbers
-from common.base.distributed import print_main
-from common.maths import sampling
-from common.model import lora
+from common.base.checks import above_zero, at_least, one_of, require, require_numbers, require_url, warn
+from common.maths.sampling_options import Sampling
 
 
 def check(cfg: Any) -> None:
@@ -22,8 +21,8 @@ def check(cfg: Any) -> None:
     at_least(cfg, 1, "max_prompt_tokens", "save_every", "keep_checkpoints", "eval_examples", "collapse_steps")
     above_zero(cfg, "temperature")
     require(cfg.max_grad_norm > 0, f"max_grad_norm = {cfg.max_grad_norm}", "must be above 0", "inf: no clipping")
-    lora.check(cfg)
-    sampling.Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.min_p)  # checks its arguments
+    check_lora(cfg)
+    Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.min_p)  # checks its arguments
     rows, what = cfg.batch_size * cfg.group_size, "completions of a step"
     if getattr(cfg, "off_policy", False):
         rows, what = cfg.batch_size, "answers of an off-policy step"
@@ -37,6 +36,31 @@ def check(cfg: Any) -> None:
         "one is the built-in task, one is not",
         "set eval_data to held-out rows of the same task, or to ''",
     )
+    for name in ("reward_url", "teacher_url"):
+        if getattr(cfg, name, ""):
+            require_url(name, getattr(cfg, name))
+
+
+def check_lora(cfg: Any) -> None:
+    """Checks the options of adapters; missing fields have their defaults."""
+    rank, alpha, bits = getattr(cfg, "lora_rank", 0), getattr(cfg, "lora_alpha", 1.0), getattr(cfg, "load_bits", 0)
+    require(rank >= 0, f"lora_rank = {rank}", "must be at least 0", "0 trains all weights, 16 is usual for adapters")
+    require(alpha > 0, f"lora_alpha = {alpha}", "must be above 0", "twice lora_rank is usual")
+    require(bits in (0, 4, 8), f"load_bits = {bits}", "must be 0, 4 or 8", "choose one of these")
+    require(rank > 0 or not bits, f"load_bits = {bits}, lora_rank = 0", "weights in few bits cannot be trained",
+            "set lora_rank, or leave load_bits at 0")  # fmt: skip
+    require(not bits or not getattr(cfg, "param_offload", False), f"load_bits = {bits}, param_offload = True",
+            "weights in few bits stay on the GPU", "leave one of them off")  # fmt: skip
+    if not rank:
+        return
+    names = getattr(cfg, "lora_targets", "all-linear")
+    require(any(part.strip() for part in names.split(",")), f"lora_targets = {names!r}", "must name layers",
+            "give 'all-linear', or names")  # fmt: skip
+    refresh = getattr(cfg, "reference_refresh", 0)
+    require(not refresh, f"reference_refresh = {refresh}, lora_rank = {rank}", "with adapters the reference stays the "
+            "starting model", "leave one of them at 0")  # fmt: skip
+    require(not getattr(cfg, "fsdp", False), f"fsdp = True, lora_rank = {rank}", "fsdp shards what is trained, and "
+            "with LoRA that is little", "leave one off; load_bits makes the frozen weights smaller")  # fmt: skip
 
 
 def check_stop_strings(text: str) -> None:
@@ -91,4 +115,18 @@ def check_grpo(cfg: Any) -> None:
     require(cfg.dual_clip == 0 or cfg.loss != "cispo", f"dual_clip = {cfg.dual_clip}", "the loss 'cispo' holds all "
             "tokens with cispo_cap", "leave this at 0")  # fmt: skip
     if cfg.kl_coef > 0 and cfg.kl_estimator == "k1":
-        print_main("warning: kl_estimator = 'k1' has no gradient but noise: nothing is regularised")
+        warn("kl_estimator = 'k1' has no gradient but noise: nothing is regularised")
+
+
+def check_similarity(cfg: Any) -> None:
+    """Checks the options of similarity groups, in the Config of grpo/similarity_grpo.py."""
+    at_least(cfg, 1, "similarity_max_tokens", "similarity_batch")
+    require(cfg.similarity_method != "within" or cfg.scale == "group", f"advantage_scale = {cfg.scale!r}",
+            "'within' divides by the std of the cluster", "leave it at 'auto', and loss not 'dr_grpo'")  # fmt: skip
+    try:
+        known = cfg.similarity_threshold == "auto" or math.isfinite(float(cfg.similarity_threshold))
+    except ValueError:
+        known = False
+    require(
+        known, f"similarity_threshold = {cfg.similarity_threshold!r}", "must be a cosine", "0.9 is usual, or 'auto'"
+    )

@@ -5,6 +5,7 @@
 # Exit code: 0 all pins were checked and none is vulnerable, 1 one is vulnerable, 2 one could not be checked.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
+[ $# -eq 0 ] || { echo "error: unknown option $1: there are none" >&2 && exit 2; }
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

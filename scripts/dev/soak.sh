@@ -6,6 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source scripts/env.sh
+require_number "number of kills" "${1:-100}" 1 1000000
 make_env requirements.txt
 make_env requirements-test.txt
 export PATH="$PWD/.venv/bin:$PATH" RL_HAND_KILLS="${1:-100}" RL_HAND_FAULTS="$PWD/runs/faults.jsonl"

@@ -118,7 +118,10 @@ def create_app(rewards: Rewards) -> Callable:
 
         token, host = given.get("Authorization", "").encode(), serving.host_of(given.get("Host", ""))
         answer: Callable = app
-        if (
+        if bad := serving.check_request(scope["method"], scope["headers"], "application/json"):
+            answer = _error(Refused(*bad[1:]))
+            answer.headers["Connection"] = "close"  # what follows may be no request
+        elif (
             hosts is not None and host not in hosts
         ):  # DNS rebinding: a web page under a name that resolves to this machine
             answer = _error(Refused("bad_host", f"this machine is not called {host!r:.80}: see --allowed_hosts"))

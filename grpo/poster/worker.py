@@ -244,8 +244,8 @@ class Rewards:
             except Refused as refused:
                 self._refuse(request, index, refused)
         shown = [(q.items[i], x) for q, i, x in assessed if x.parse_ok]  # malformed posters are not rated
-        metas = [{"cpu": x.cpu_visual, "extra_info": json.loads(item.extra_info), "solution": item.solution}
-                 for item, x in shown]  # fmt: skip
+        metas = [{"cpu": x.cpu_visual, "extra_info": json.loads(item.extra_info), "solution": item.solution,
+                  "prompt": json.loads(item.prompt), "step": item.step} for item, x in shown]  # fmt: skip
         rated = iter(zip(self._rate([x.image for _, x in shown], metas), metas, strict=True))
         for request, index, x in assessed:
             visual, meta = next(rated) if x.parse_ok else (0.0, {})

@@ -37,7 +37,7 @@ class PosterScorer:
             resumed: checkpoint; the service must be the one that it was saved with.
         """
         self.cfg, self.tokenizer, self.functions = cfg, tokenizer, functions
-        self.service = find_service(cfg, resumed) if cfg.reward_url else LocalRewards(cfg.coord_space)
+        self.service = find_service(cfg, resumed) if cfg.reward_url else LocalRewards(cfg.coord_space, cfg.fonts)
 
     @property
     def notes(self) -> dict[str, Any]:

@@ -172,6 +172,97 @@ def _shuffled_z(layers: list[dict], canvas: dict, rng: random.Random) -> list[di
     return layers
 
 
+def _of_kind(layers: list[dict], *kinds: str) -> list[dict]:
+    return [layer for layer in layers if layer["type"] in kinds]
+
+
+def _without(kind: str) -> Trick:
+    return _layers(lambda ls, c, r: [x for x in ls if x["type"] != kind])
+
+
+def _swapped(first: int, second: int) -> Trick:
+    """Two texts in one another's place, by their rank of font size and place."""
+
+    def change(layers: list[dict], canvas: dict, rng: random.Random) -> list[dict]:
+        texts = sorted(_of_kind(layers, "text"), key=lambda layer: (-layer["font_size"], layer["y"]))
+        one, other = texts[first], texts[second]
+        one["text"], other["text"] = other["text"], one["text"]
+        return layers
+
+    return _layers(change)
+
+
+def _rotated(layers: list[dict], canvas: dict, rng: random.Random) -> list[dict]:
+    """Every text in the place of the next."""
+    texts = _of_kind(layers, "text")
+    for layer, text in zip(texts, [layer["text"] for layer in texts[1:] + texts[:1]], strict=True):
+        layer["text"] = text
+    return layers
+
+
+def _extra(**fields: Any) -> Trick:
+    """One more layer; x, y, width and height are fractions of the canvas."""
+
+    def change(layers: list[dict], canvas: dict, rng: random.Random) -> list[dict]:
+        sides = {"x": "width", "y": "height", "width": "width", "height": "height"}
+        return [*layers, {k: v * canvas[sides[k]] if k in sides else v for k, v in fields.items()}]
+
+    return _layers(change)
+
+
+def _pictures(**fields: Any) -> Trick:
+    """Sets fields of every image, to a value or to function(layer)."""
+
+    def change(layers: list[dict], canvas: dict, rng: random.Random) -> list[dict]:
+        for layer in _of_kind(layers, "image", "logo"):
+            layer.update({k: v(layer) if callable(v) else v for k, v in fields.items()})
+        return layers
+
+    return _layers(change)
+
+
+def _picture_again(layers: list[dict], canvas: dict, rng: random.Random) -> list[dict]:
+    """Each image once more, half as large, in a corner."""
+    again = [
+        {**x, "x": 0, "y": 0, "width": x["width"] / 2, "height": x["height"] / 2} for x in _of_kind(layers, "image")
+    ]
+    return [*layers, *again]
+
+
+def _behind(layers: list[dict], canvas: dict, rng: random.Random) -> list[dict]:
+    """A shape over each image."""
+    return layers + [{**x, "type": "shape", "fill": "#777777"} for x in _of_kind(layers, "image")]
+
+
+def _on_top(kind: str) -> Trick:
+    """A layer of the poster once more, above all others."""
+    return _layers(lambda ls, c, r: ls + [dict(x) for x in _of_kind(ls, kind)])
+
+
+def _headline_again(layers: list[dict], canvas: dict, rng: random.Random) -> list[dict]:
+    layer = _headline(layers, canvas, rng)[0]
+    return [*layers, {**layer, "y": 0.94 * canvas["height"], "height": 0.04 * canvas["height"], "font_size": 20}]
+
+
+def _missing_text(largest: bool) -> Trick:
+    def change(layers: list[dict], canvas: dict, rng: random.Random) -> list[dict]:
+        texts = sorted(_of_kind(layers, "text"), key=lambda layer: layer["font_size"] * len(layer["text"]))
+        return [x for x in layers if x is not texts[-1 if largest else 0]]
+
+    return _layers(change)
+
+
+def _small_headline(layers: list[dict], canvas: dict, rng: random.Random) -> list[dict]:
+    _headline(layers, canvas, rng)[0]["font_size"] = 13
+    return layers
+
+
+def _reordered(layers: list[dict], canvas: dict, rng: random.Random) -> list[dict]:
+    """Another order that paints the same."""
+    rank = {"background": 0, "image": 1, "shape": 2, "underlay": 3, "text": 4}
+    return sorted(layers, key=lambda x: (rank[x["type"]], rng.random()))
+
+
 def _tiny_canvas(record: Record, rng: random.Random) -> str:
     poster = _gold(record)
     poster["canvas"].update(width=1, height=1)
@@ -192,6 +283,8 @@ TRICKS: dict[str, Trick] = {
     "in_prose": _whole("Here is the poster:\n{}\nI hope you like it.".format),
     "two_posters": _whole("{0}\n{0}".format),
     "nested_fences": _whole("```\n```json\n{}\n```\n```".format),
+    "reordered": _layers(_reordered),
+    "jitter_1": _jitter(0.01),
     "jitter_2": _jitter(0.02),
     "jitter_10": _jitter(0.10),
     "typos_20": _texts(text=_typos),
@@ -206,7 +299,32 @@ TRICKS: dict[str, Trick] = {
     "split": _layers(_split),
     "no_text_layers": _layers(lambda ls, c, r: [x for x in ls if x["type"] != "text"]),
     "headline_only": _layers(_headline),
+    "swapped": _swapped(0, -1),
+    "swapped_lines": _swapped(1, 2),
+    "rotated": _layers(_rotated),
+    "upper_case": _texts(text=lambda layer, c, r: layer["text"].upper()),
+    "headline_again": _layers(_headline_again),
+    "extra_word": _extra(type="text", text="Free", x=0.02, y=0.95, width=0.2, height=0.04, font_size=20, color="#888"),
+    "no_headline": _missing_text(True),
+    "shortest_missing": _missing_text(False),
+    # images
+    "no_image": _without("image"),
+    "unknown_image": _pictures(src="image_9"),
+    "no_source": _pictures(src=None),
+    "extra_image": _extra(type="image", src="image_9", x=0.7, y=0.7, width=0.25, height=0.25),
+    "image_again": _layers(_picture_again),
+    "image_as_logo": _pictures(type="logo"),
+    "faint_image": _pictures(opacity=0.02),
+    "dim_image": _pictures(opacity=0.35),
+    "image_1px": _pictures(width=1, height=1),
+    "small_image": _pictures(width=lambda x: x["width"] / 4, height=lambda x: x["height"] / 4),
+    "image_off": _pictures(x=-5000),
+    "image_covered": _layers(_behind),
     # hidden text
+    "small_headline": _layers(_small_headline),
+    "background_on_top": _on_top("background"),
+    "underlay_on_top": _on_top("underlay"),
+    "big_shape": _extra(type="shape", fill="#FF00FF", x=0, y=0, width=1, height=1, opacity=0.4),
     "offscreen": _texts(x=lambda layer, c, r: 2 * c["width"]),
     "font_size_2": _texts(font_size=2),
     "huge_font": _texts(font_size=400),

@@ -62,7 +62,8 @@ def create_app(rewards: Rewards) -> Callable:
     @app.get("/info")
     async def info() -> Response:
         rewards.require_ready()
-        return _answer(rewards.info | {"instance_id": instance_id})
+        missing = {"items": rewards.missing_items, "first": rewards.missing}
+        return _answer(rewards.info | {"missing_glyphs": missing, "instance_id": instance_id})
 
     @app.get("/metrics")
     async def metrics() -> Response:

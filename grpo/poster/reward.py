@@ -22,7 +22,7 @@ from grpo.poster import layout, scorers
 from grpo.poster.errors import ScorerError
 from grpo.poster.fonts import Fonts, missing_text
 from grpo.poster.layout import Layer, Malformed, Poster
-from grpo.poster.render import Ink, Rendered, render
+from grpo.poster.render import ALIGNS, Ink, Rendered, render
 from grpo.poster.scorers import intersection
 
 WEIGHTS = {"structure": 0.4, "accuracy": 0.4, "visual": 0.2}
@@ -34,6 +34,7 @@ SIMILAR = 0.5  # text similarity to the ground truth, above which a visual score
 OTHER = 0.5  # worth of a box with another text or image, relative to the right one
 IMAGES = 0.35  # share of the accuracy that is lost with all images
 EXTRA = 2.0  # weight there of an image that is not asked for, and the least of such a text, in texts of mean length
+CLUTTER = 5.0  # layers that one counts for which nothing asks for and which covers the canvas
 NEAR = 0.01  # of the canvas: two places this close cannot be told apart
 FONT_RATIO = 1.25  # of font sizes, up to which a text is as large as it should be
 PICTURES = ("image", "logo")  # layers that show an input image
@@ -97,16 +98,20 @@ def assess(
         return Assessed(reason=error.reason, warnings=tuple(warnings), details=details)
     layers, n, m = poster.layers, poster.emitted, len(truth.layers)
     rendered = render(poster, fonts, images, SIDE)
-    known = {layer.src for layer in truth.layers if layer.kind in PICTURES} | set(images or {})
-    unknown = {i for i, layer in enumerate(layers) if layer.kind in PICTURES and layer.src not in known}
+    known = {layer.src for layer in truth.layers if layer.kind in PICTURES}
+    judged = images is not None or "" not in known  # a truth without ids says nothing about them
+    known |= set(images or {})
+    unknown = {i for i, x in enumerate(layers) if judged and x.kind in PICTURES and x.src not in known}
     worth = _visibilities(layers, rendered) | {
         i: 0.0 if i in unknown else _shown(layers[i], share) for i, share in rendered.shares.items()
     }
     kept = deduplicate(layers, worth)
-    visible = [layers[i] for i in kept if i not in unknown and _is_visible(layers[i], worth[i], rendered.shares.get(i))]
+    seen = [i for i in kept if i not in unknown and _is_visible(layers[i], worth[i], rendered.shares.get(i))]
+    visible = [layers[i] for i in seen]
     gate = _gate(visible, truth.layers)
-    structure = structure_score(visible, truth.layers, n)
-    expected = _expected(truth.layers, truth.width, truth.height, truth.background, fonts)
+    expected, allowed = _expected(truth.layers, truth.width, truth.height, truth.background, fonts)
+    unseen = sum(_painted(layers[i], rendered.shares[i]) for i in set(kept).intersection(rendered.shares) - set(seen))
+    structure = structure_score(visible, truth.layers, n, max(unseen - allowed, 0.0))
     accuracy, texts, similar = _accuracy([(layers[i], worth[i]) for i in kept], truth.layers, expected, gate)
     cpu_visual, parts = scorers.cpu_visual(visible, [rendered.texts[i] for i in kept if i in rendered.texts])
 
@@ -256,24 +261,36 @@ def _inside(layer: Layer) -> float:
     return max(min(right, 1) - max(left, 0), 0) * max(min(bottom, 1) - max(top, 0), 0)
 
 
+def _painted(layer: Layer, share: float) -> float:
+    """Share of the canvas that a layer paints, times its opacity; `share` of its box on the canvas shows."""
+    return share * _inside(layer) * layer.opacity
+
+
 def _shown(layer: Layer, share: float) -> float:
-    """Visibility of a layer that is no text, in [0, 1]: the part of its box on the canvas that shows, times opacity."""
-    return share * min(_inside(layer) / layer.area, 1.0) * layer.opacity if layer.area else 0.0
+    """Visibility of a layer that is no text, in [0, 1]: the part of its box that shows, times its opacity."""
+    return min(_painted(layer, share) / layer.area, 1.0) if layer.area else 0.0
 
 
 @functools.lru_cache(256)  # the completions of a group arrive together
 def _expected(
     layers: tuple[Layer, ...], width: int, height: int, background: tuple[int, int, int], fonts: Fonts
-) -> dict[int, float]:
-    """Visibility of the layers of a ground truth that are no texts: other layers may cover an image there, too."""
+) -> tuple[dict[int, float], float]:
+    """How visible the layers of a ground truth are that are no texts, and what its faint ones paint of the canvas."""
     shares = render(Poster(width, height, background, layers, len(layers)), fonts, None, SIDE).shares
-    return {index: _shown(layers[index], share) for index, share in shares.items()}
+    shown = {i: _shown(layers[i], share) for i, share in shares.items()}
+    faint = (i for i, share in shares.items() if not _is_visible(layers[i], shown[i], share))
+    return shown, sum(_painted(layers[i], shares[i]) for i in faint)
 
 
 def _is_visible(layer: Layer, worth: float, share: float | None) -> bool:
     if _inside(layer) < 0.5 * layer.area or layer.area < 0.001:  # validity threshold: PosterLayout, arXiv 2303.15937
         return False
     return worth >= 0.25 if share is None else layer.opacity >= 0.3 and share >= 0.05
+
+
+def _is_canvas(layer: Layer) -> bool:
+    """Whether a layer is as good as the background of the canvas."""
+    return layer.kind == "background" and _inside(layer) >= 0.99
 
 
 def _gate(visible: Sequence[Layer], truth: Sequence[Layer]) -> float:
@@ -292,7 +309,8 @@ def pair_score(a: Layer, b: Layer) -> float:
     """Similarity of two layers: 0.6 IoU + 0.4 similarity of centres and sizes, a signal even if the IoU is 0.
 
     Args:
-        a: of the policy. Another text or image than in `b` halves the score, another opacity lowers it.
+        a: of the policy. Another text or image than in `b` halves the score; another font size, alignment or opacity
+            lowers it.
         b: of the ground truth.
     """
     if a.kind == b.kind:
@@ -303,6 +321,7 @@ def pair_score(a: Layer, b: Layer) -> float:
         return 0.0
     if a.kind == "text":
         same *= OTHER + (1 - OTHER) * similarity(a.text, b.text) * _font_ratio(a, b)
+        same *= 1 - 0.5 * abs(ALIGNS[a.align] - ALIGNS[b.align])
     else:
         same *= (1.0 if a.src == b.src or not b.src else OTHER) * (1 - abs(a.opacity - b.opacity))
     return same * (0.6 * iou(a, b) + 0.4 * math.exp(-((_distance(a, b) / 0.15) ** 2)) * _size_ratio(a, b))
@@ -322,19 +341,22 @@ def _size_ratio(a: Layer, b: Layer) -> float:
     return min(a.width, b.width) / max(a.width, b.width) * min(a.height, b.height) / max(a.height, b.height)
 
 
-def structure_score(visible: Sequence[Layer], truth: Sequence[Layer], emitted: int) -> float:
+def structure_score(visible: Sequence[Layer], truth: Sequence[Layer], emitted: int, unseen: float = 0.0) -> float:
     """Soft F1 of matched layers, F1 of their types, and the stacking order of overlapping ones.
 
     Args:
         visible: visible layers of the policy, bottom to top.
         truth: m layers, bottom to top.
-        emitted: n layers that the policy wrote: one too many costs as much as one too few.
+        emitted: n layers that the policy wrote: one too many costs as much as one too few, and more if it is large.
+        unseen: share of the canvas that is painted by layers that are too faint or too far outside to be visible.
     """
     if not visible:
         return 0.0
-    total = emitted + len(truth)
     scores = np.array([[pair_score(a, b) for b in truth] for a in visible])
     rows, columns = linear_sum_assignment(-scores)
+    paired = {i for i, score in zip(rows, scores[rows, columns], strict=True) if score > 0}
+    clutter = sum(_inside(layer) for i, layer in enumerate(visible) if i not in paired and not _is_canvas(layer))
+    total = emitted + len(truth) + CLUTTER * (clutter + unseen)
     soft = 2 * scores[rows, columns].sum() / total
     common = Counter(layer.kind for layer in visible) & Counter(layer.kind for layer in truth)
     types = 2 * sum(common.values()) / total

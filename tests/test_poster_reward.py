@@ -338,9 +338,8 @@ def test_fonts():
 
 
 @pytest.mark.parametrize(("text", "missing", "package"), [
-    ("夏日 Jazz", "夏日", "fonts-noto-cjk"), ("夜の市", "夜の市", "fonts-noto-cjk"), ("여름", "여름", "fonts-noto-cjk"),
+    ("夏日 Jazz", "夏日", "fonts-noto-cjk"), ("여름", "여름", "fonts-noto-cjk"), ("Café 🎉", "é🎉", "fonts-symbola"),
     ("سوق ليل", "سوقليل", "fonts-noto-core"), ("बाज़ार", "बाज़ार", "fonts-noto-core"),
-    ("Café", "é", "fonts-noto-core"), ("Go 🎉", "🎉", "fonts-symbola"), ("𒀀", "𒀀", "fonts-noto-core"),
 ])  # fmt: skip
 def test_characters_that_no_font_has_are_counted_and_no_picture_is_made_of_boxes(text, missing, package, capsys):
     asked = {**HELLO, "text": text, "width": 290}
@@ -352,7 +351,7 @@ def test_characters_that_no_font_has_are_counted_and_no_picture_is_made_of_boxes
     assert plain["warnings"] == ["truth_glyphs_missing"]
     for value in (own, plain):
         assert value["details"]["missing_characters"] == characters
-    truth, bars = layout.ground_truth(poster(asked)), layout.ground_truth(poster({**HELLO, "text": "Hello " + missing}))
+    truth = layout.ground_truth(poster(asked))
     for solution in (json.dumps(poster(asked)), "no poster"):  # it is the record's fault, whatever the policy wrote
         with pytest.raises(scorers.ScorerError, match=f"{package}.*font_paths") as refused:
             reward.assess(solution, truth, fonts=FONTS, with_image=True)
@@ -364,7 +363,7 @@ def test_characters_that_no_font_has_are_counted_and_no_picture_is_made_of_boxes
         fonts=FONTS,
         with_image=True,
     ).image
-    assert {tuple(color) for color in np.asarray(image).reshape(-1, 3)} == {(128, 128, 128), (255, 255, 255)} and bars
+    assert {tuple(color) for color in np.asarray(image).reshape(-1, 3)} == {(128, 128, 128), (255, 255, 255)}
     # in training: a metric for each completion, and one warning
     local = LocalRewards("px")
     for _ in range(2):

@@ -62,7 +62,7 @@ def create_app(rewards: Rewards) -> Callable:
     @app.get("/info")
     async def info() -> Response:
         rewards.require_ready()
-        missing = {"items": rewards.missing_items, "first": rewards.missing}
+        missing = {"items": rewards.missing_items, "characters": "".join(sorted(rewards.missing))}
         return _answer(rewards.info | {"missing_glyphs": missing, "instance_id": instance_id})
 
     @app.get("/metrics")

@@ -86,7 +86,7 @@ class Rewards:
         self.waiting: deque[tuple[Request, int]] = deque()
         self.started: Started = []
         self.failures = 0  # consecutive failed batches
-        self.missing = ""  # characters that no font has, of the first item with any
+        self.missing: set[str] = set()  # characters that no font has, at most reward.MAX_MISSING
         self.missing_items = 0  # items with such characters
         self._too_late = math.inf  # time.monotonic() at which no client waits any more for the batch being rated
         self._changed = threading.Condition()
@@ -314,8 +314,8 @@ class Rewards:
         self.missing_items += 1
         self.counts.add("missing_glyphs_total")
         if not self.missing:
-            self.missing = "".join(sorted(self.fonts.missing(text)))
-            print(f"warning: {missing_text(self.missing)}; /info counts such items", flush=True)
+            print(f"warning: {missing_text(self.fonts.missing(text))}; /info counts such items", flush=True)
+        self.missing |= set(sorted(self.fonts.missing(text) - self.missing)[: reward.MAX_MISSING - len(self.missing)])
 
 
 def _checked(value: Any) -> float | Refused:

@@ -98,10 +98,7 @@ def assess(
         return Assessed(reason=error.reason, warnings=tuple(warnings), details=details)
     layers, n, m = poster.layers, poster.emitted, len(truth.layers)
     rendered = render(poster, fonts, images, SIDE)
-    known = {layer.src for layer in truth.layers if layer.kind in PICTURES}
-    judged = images is not None or "" not in known  # a truth without ids says nothing about them
-    known |= set(images or {})
-    unknown = {i for i, x in enumerate(layers) if judged and x.kind in PICTURES and x.src not in known}
+    unknown = _unknown_images(layers, truth.layers, images)
     worth = _visibilities(layers, rendered) | {
         i: 0.0 if i in unknown else _shown(layers[i], share) for i, share in rendered.shares.items()
     }
@@ -129,6 +126,17 @@ def assess(
     share = sum(char in missing for char in poster.letters) / max(len(poster.letters), 1)
     return Assessed(structure, accuracy, poster.format, min(1.0, (2 * m + 4) / n), True, None, tuple(warnings), details,
                     cpu_visual, gate, image, share)  # fmt: skip
+
+
+def _unknown_images(
+    layers: Sequence[Layer], truth: Sequence[Layer], images: Mapping[str, Image.Image] | None
+) -> set[int]:
+    """Indices of the layers that show an image which neither the request nor the ground truth has."""
+    known = {layer.src for layer in truth if layer.kind in PICTURES}
+    if images is None and "" in known:  # a ground truth without ids does not say which there are
+        return set()
+    known |= set(images or {})
+    return {i for i, layer in enumerate(layers) if layer.kind in PICTURES and layer.src not in known}
 
 
 def result(assessed: Assessed, visual: float, weights: Mapping[str, float] = WEIGHTS) -> dict:

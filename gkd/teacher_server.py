@@ -2,8 +2,8 @@
 
 Run:   bash scripts/start_teacher.sh --gpus 2,3 -- --teacher_model Qwen/Qwen2.5-7B-Instruct
        python gkd/teacher_server.py      on all visible GPUs, or the CPU (--help lists all options)
-Wire:  POST /topk_logprobs and /generate, safetensors both ways; the format is documented at `read`
-       in common/distill/teacher_worker.py.  GET /health /info /vocabulary /metrics
+Wire:  POST /topk_logprobs and /generate, safetensors both ways (Content-Type: application/octet-stream); the
+       format is documented at `read` in common/distill/teacher_worker.py.  GET /health /info /vocabulary /metrics
 """
 
 import asyncio
@@ -80,8 +80,12 @@ def create_app(teacher: Teacher) -> FastAPI:
     async def watch(request: Request, call_next: Callable) -> Response:
         path, given = request.url.path, request.headers.get("Authorization", "").encode()
         host = serving.host_of(request.headers.get("Host", "")) or ""
+        bad = serving.check_request(request.method, request.scope["headers"], "application/octet-stream")
         # without a token, a web page could reach this server under a domain of its own (DNS rebinding)
-        if not (teacher.cfg.secret or checks.is_loopback(host)):
+        if bad is not None:
+            status, _, text = bad
+            answer = JSONResponse({"error": text}, status, {"Connection": "close"})  # what follows may be no request
+        elif not (teacher.cfg.secret or checks.is_loopback(host)):
             text = f"this machine is not called {host!r:.80}: say 127.0.0.1, or set a token"
             answer = JSONResponse({"error": text}, 403)
         elif teacher.cfg.secret and path != "/health" and not hmac.compare_digest(given, expected):
@@ -176,8 +180,9 @@ def main(cfg: Config) -> None:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     address = f"http://{cfg.host}:{listener.getsockname()[1]}"
     print(f"teacher {cfg.teacher_model}: loading, {address}/health says when it is ready", flush=True)
-    options = dict(lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=60)
-    server = uvicorn.Server(uvicorn.Config(create_app(teacher), timeout_keep_alive=75, **options))
+    options = dict(lifespan="off", ws="none", log_level="warning", access_log=False, timeout_graceful_shutdown=60)
+    strict = dict(http=serving.StrictHTTP, timeout_keep_alive=75)
+    server = uvicorn.Server(uvicorn.Config(create_app(teacher), **strict, **options))
     web = threading.Thread(target=server.run, args=([listener],), daemon=True)  # signals go to the main thread
     web.start()
 

@@ -22,7 +22,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.poster import layout, records, reward, synthetic, tricks
-from grpo.poster.render import Fonts, render
+from grpo.poster.fonts import Fonts, missing_text
+from grpo.poster.render import render
 
 GAP, LINE, LETTERS = 16, 20, 15  # px: space around panels, line height and font size of captions
 LEAST_WIDTH = 330  # px, for the caption
@@ -109,6 +110,8 @@ def draw(panel: Panel, fonts: Fonts, long_side: int, coord_space: str) -> tuple[
     """
     truth, images = layout.ground_truth(panel.ground_truth), panel.images
     scored = reward.score(panel.solution, panel.ground_truth, fonts=fonts, images=images, coord_space=coord_space)
+    if missing := scored["details"].get("missing_characters"):
+        print(f"warning: {panel.name}: {missing_text(missing)}", file=sys.stderr)
     caption = [panel.name, f"score {scored['score']:.3f}"]
     if scored["parse_ok"]:
         for names in (("structure", "accuracy", "visual"), ("format", "hygiene")):

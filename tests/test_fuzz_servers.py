@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from test_poster_server import ONE, Server
 from test_poster_server import item as poster_item
 from test_reward_client import GOOD_RESULTS, IDS, answer, first, scores, stub_client
-from test_teacher_server import GENERATE, TOP_K, request, teacher_server
+from test_teacher_server import BINARY, GENERATE, TOP_K, request, teacher_server
 from test_teacher_server import Server as TeacherServer
 
 from common.base import service
@@ -96,7 +96,7 @@ def as_json(value) -> bytes:
     return json.dumps(value).encode(errors="surrogatepass")
 
 
-CHANGES = st.dictionaries(st.sampled_from(["id", "solution_str", "ground_truth", "extra_info"]),
+CHANGES = st.dictionaries(st.sampled_from(["id", "solution_str", "ground_truth", "extra_info", "prompt", "step"]),
                           VALUES | st.builds(lambda x: {"images": x}, VALUES), max_size=2)  # fmt: skip
 ITEMS = CHANGES.map(lambda changes: poster_item(**changes))
 BODIES = st.binary(max_size=200) | VALUES.map(as_json) | ITEMS.map(as_json)
@@ -111,7 +111,7 @@ def test_a_body_holds_items_or_is_refused(body, many):
     try:
         for item in items.read(body, many):
             assert isinstance(item.solution, str) and isinstance(item.truth, str)
-            extra = json.loads(item.extra_info, parse_constant=pytest.fail)
+            extra, _ = (json.loads(x, parse_constant=pytest.fail) for x in (item.extra_info, item.prompt))
             assert isinstance(extra, dict) and all(isinstance(x, str) for x in item.images.values())
     except items.Refused as refused:
         assert refused.code in ("bad_json", "bad_request") and len(refused.text) > 20
@@ -143,8 +143,22 @@ def body(content: bytes, *headers: bytes) -> bytes:
     return b"\r\n".join([*headers, b"Content-Length: %d" % len(content), b"", content])
 
 
+def exchange(server, data: bytes, hang_up: bool = False) -> bytes:
+    """What a server answers to bytes, until it closes the connection or says nothing for a second."""
+    answer = b""
+    with connected(server) as connection, contextlib.suppress(OSError):  # the server may hang up before it heard all
+        connection.sendall(data)
+        if hang_up:
+            connection.shutdown(socket.SHUT_WR)
+        while part := connection.recv(65536):
+            answer += part
+            connection.settimeout(1)
+    return answer
+
+
 GOOD = json.dumps(poster_item()).encode()
-POST = b"POST /compute_reward HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+JSON = {"Content-Type": "application/json"}
+POST = b"POST /compute_reward HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
 
 
 @pytest.mark.parametrize(("data", "statuses"), [
@@ -154,26 +168,86 @@ POST = b"POST /compute_reward HTTP/1.1\r\nHost: localhost\r\nConnection: close\r
     (POST + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n", {400}),
     (POST + b"X: " + b"a" * 200_000 + b"\r\n\r\n", {0, 400, 431}), (POST + b"\r\n", {400}),
     (POST + body(gzip.compress(GOOD), b"Content-Encoding: gzip"), {400}),
-    (POST + body(GOOD, b"Content-Type: text/html") + b"rubbish", {200}),  # of a next request
+    (POST + body(GOOD) + b"rubbish", {200}),  # of a next request
 ], ids=range(9))  # fmt: skip
 def test_what_is_no_request_of_http_leaves_the_server_at_work(server, data, statuses):
-    answer = b""
-    with connected(server) as connection, contextlib.suppress(OSError):  # the server may hang up before it heard all
-        connection.sendall(data)
-        if 0 in statuses:
-            connection.shutdown(socket.SHUT_WR)
-        while part := connection.recv(65536):
-            answer += part
+    answer = exchange(server, data, hang_up=0 in statuses)
     assert int((answer or b"_ 0").split()[1]) in statuses and healthy(server)
+
+
+@pytest.mark.parametrize(("headers", "status"), [
+    ([], 200), ([b"Origin: http://localhost:%d"], 200), ([b"Sec-Fetch-Site: none"], 200),
+    ([b"Referer: http://LOCALHOST:%d/x"], 200),
+    *(([line], 403) for line in (
+        b"Origin: http://evil.example", b"Origin: null", b"Origin: ", b"Origin: http://localhost", b"Origin: http://[",
+        b"Origin: http://localhost:1", b"Origin: http://localhost:%d.evil.example", b"origin: http://127.0.0.1:%d",
+        b"Origin: http://localhost:%d@evil.example", b"Referer: https://evil.example/localhost:%d",
+        b"Sec-Fetch-Site: cross-site", b"Sec-Fetch-Site: same-site")),
+    ([b"Origin: http://localhost:%d", b"Origin: http://evil.example"], 403),
+])  # fmt: skip
+def test_a_web_page_of_another_site_is_not_answered(server, teacher, headers, status):
+    for own, path, sent in ((server, ONE, GOOD), (teacher, TOP_K, service.pack(*request()))):
+        port = int(own.url.rpartition(":")[2])
+        head = [line % port if b"%d" in line else line for line in [b"Host: localhost:%d", *headers]]
+        kind = b"application/json" if own is server else b"application/octet-stream"
+        for verb, ending in (
+            (b"POST %s" % path.encode(), body(sent, b"Content-Type: " + kind)),
+            (b"GET /info", b"\r\n"),
+        ):
+            answer = exchange(own, b"\r\n".join([verb + b" HTTP/1.1", b"Connection: close", *head, ending]))
+            assert int(answer.split()[1]) == status, answer
+            assert status == 200 or (b"web pages" in answer and b"score" not in answer)
+            assert b"access-control" not in answer.lower()
+
+
+@pytest.mark.parametrize("kind", [
+    None, "text/plain", "text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "application/jsonp", "",
+    "multipart/form-data; boundary=x", "text/plain, application/json", "text/plain; application/octet-stream",
+])  # fmt: skip
+def test_a_body_that_a_page_can_send_without_asking_is_refused(server, teacher, kind):
+    good, tensors = [(server, ONE, GOOD, JSON)], [(teacher, TOP_K, service.pack(*request()), BINARY)]
+    for own, path, sent, right in good + tensors:
+        headers = {} if kind is None else {"Content-Type": kind}
+        answer = requests.post(own.url + path, data=sent, headers=headers, timeout=10)
+        assert answer.status_code == 415 and right["Content-Type"] in answer.json()["error"]
+        assert answer.headers["Connection"] == "close"
+        exact = {"Content-Type": right["Content-Type"].upper() + " ; charset=utf-8"}
+        assert requests.post(own.url + path, data=sent, headers=exact, timeout=20).status_code == 200
+        assert requests.options(own.url + path, timeout=5).status_code == 405  # a preflight
+    assert requests.post(server.url + ONE, data=tensors[0][2], headers=BINARY, timeout=5).status_code == 415
+
+
+LENGTH, CHUNKED = b"Content-Length: %d\r\n", b"Transfer-Encoding: chunked\r\n"
+
+
+@pytest.mark.parametrize("lines", [
+    LENGTH + LENGTH, LENGTH + b"Content-Length: 4\r\n", b"content-length: 4\r\n" + LENGTH, LENGTH + CHUNKED,
+    CHUNKED + LENGTH, CHUNKED + CHUNKED, b"Content-Length: %d, %d\r\n", b"Content-Length: +%d\r\n",
+    LENGTH + b"Transfer-Encoding:\r\n chunked\r\n", LENGTH + b"Transfer-Encoding : chunked\r\n",
+    LENGTH + b"Transfer-Encoding: identity\r\n", LENGTH + b"X: y\nContent-Length: %d\r\n",
+])  # fmt: skip
+def test_a_request_with_two_lengths_is_refused_and_nothing_after_it_is_read(server, teacher, lines):
+    for own, path, sent in ((server, ONE, GOOD), (teacher, TOP_K, service.pack(*request()))):
+        kind = b"application/json" if own is server else b"application/octet-stream"
+        head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: %s\r\n" % (path.encode(), kind)
+        chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(sent), sent)
+        lengths = lines % ((len(sent),) * lines.count(b"%d"))
+        hidden = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        for content in (sent, chunks):
+            answer = exchange(own, head + lengths + b"\r\n" + content + hidden)
+            assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1") == 1, answer
+        if lines == LENGTH + CHUNKED:  # each alone is fine, and so is a request behind it
+            for ending in (lengths.partition(CHUNKED)[0] + b"\r\n" + sent, CHUNKED + b"\r\n" + chunks):
+                assert exchange(own, head + ending + hidden).count(b"HTTP/1.1 200") == 2
 
 
 def test_a_body_above_the_limit_is_refused_although_it_is_still_being_sent(server, teacher, monkeypatch):
     monkeypatch.setattr(web, "MAX_BODY", 2**22)
     monkeypatch.setattr(teacher_server, "MAX_BODY", 2**22)
-    for path, own in ((ONE, server), (TOP_K, teacher)):
+    for path, own, kind in ((ONE, server, JSON), (TOP_K, teacher, BINARY)):
         chunks = (b"x" * 2**20 for _ in range(12))
         for body in (b"[" * 2**23, chunks):
-            answer = requests.post(own.url + path, data=body, timeout=20)
+            answer = requests.post(own.url + path, data=body, headers=kind, timeout=20)
             assert answer.status_code == 413 and f"more than {2**22} bytes" in answer.json()["error"]
         assert healthy(own)
 
@@ -195,8 +269,8 @@ def test_a_body_that_does_not_come_is_not_waited_for_longer_than_its_deadline(se
         time.sleep(0.4)
         yield b"}"
 
-    for own, path in ((server, ONE), (teacher, TOP_K)):
-        answer = requests.post(own.url + path, data=body(), headers={"X-Timeout-Ms": "200"}, timeout=5)
+    for own, path, kind in ((server, ONE, JSON), (teacher, TOP_K, BINARY)):
+        answer = requests.post(own.url + path, data=body(), headers={"X-Timeout-Ms": "200", **kind}, timeout=5)
         assert answer.status_code == 504 and "the body was not complete after 0.2 s" in answer.json()["error"]
 
 
@@ -240,10 +314,10 @@ LIES = {
 
 @pytest.mark.parametrize("name", LIES)
 def test_a_header_that_lies_is_refused(teacher, name):
-    answer = requests.post(teacher.url + TOP_K, data=LIES[name], timeout=10)
+    answer = requests.post(teacher.url + TOP_K, data=LIES[name], headers=BINARY, timeout=10)
     assert answer.status_code == 422 and len(answer.json()["error"]) > 20, answer.text
     whole = tensor_file({"__metadata__": None, **WHOLE}, DATA)  # all options stay what they are
-    assert requests.post(teacher.url + TOP_K, data=whole, timeout=10).status_code == 200
+    assert requests.post(teacher.url + TOP_K, data=whole, headers=BINARY, timeout=10).status_code == 200
 
 
 STUB = SimpleNamespace(info={"vocabulary_size": 64, "max_tokens": 512, "max_top_k": 64},

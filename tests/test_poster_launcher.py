@@ -26,7 +26,8 @@ record = synthetic.record(3, 0)
 body = json.dumps({"solution_str": synthetic.gold(record), "ground_truth": record["ground_truth"]}).encode()
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 def score():
-    return json.loads(opener.open(options["--reward_url"] + "/compute_reward", body, timeout=10).read())["score"]
+    url, kind = options["--reward_url"] + "/compute_reward", {"Content-Type": "application/json"}
+    return json.loads(opener.open(urllib.request.Request(url, body, kind), timeout=10).read())["score"]
 print("options", json.dumps(options), flush=True)
 done = 0
 while done < int(options.get("--steps", 3)) and not stopped:

@@ -16,6 +16,7 @@ from PIL import Image
 
 from grpo.poster import layout, reward, scorers, synthetic, tricks
 from grpo.poster.layout import Layer
+from grpo.poster.local import LocalRewards
 from grpo.poster.render import Fonts, Ink, contrast_ratio, render
 
 FONTS = Fonts()
@@ -33,8 +34,11 @@ def poster(*layers) -> dict:
     return {"canvas": CANVAS, "layers": list(layers)}
 
 
+image = cache(synthetic.image)
+
+
 def scored(text: str, record: dict) -> dict:
-    images = {f"image_{k}": synthetic.image(reference) for k, reference in enumerate(record["images"], 1)}
+    images = {f"image_{k}": image(reference) for k, reference in enumerate(record["images"], 1)}
     return reward.score(text, record["ground_truth"], fonts=FONTS, images=images)
 
 
@@ -54,7 +58,9 @@ def test_no_trick_leaves_its_band():
     assert set(tricks.BANDS) == set(tricks.TRICKS)
     outside = {}
     for name, trick in tricks.TRICKS.items():
-        values = [scored(trick(record, random.Random(seed)), record) for seed, record in enumerate(RECORDS)]
+        records = tricks.with_subject(name, RECORDS)
+        assert len(records) >= 5
+        values = [scored(trick(record, random.Random(seed)), record) for seed, record in enumerate(records)]
         for value in values:
             assert 0 <= value["score"] <= 1
             assert value["parse_ok"] == (value["score"] > 0) == (value["reason"] is None)
@@ -153,10 +159,84 @@ def test_accuracy_by_hand():
     value = score_of([second], [first, second])
     assert value["accuracy"] == pytest.approx(20 / 24)
     assert (value["details"]["cer"], value["details"]["wer"]) == (pytest.approx(4 / 14), pytest.approx(1 / 2))
-    assert score_of([first, second], [second])["accuracy"] == pytest.approx(20 / 24)  # precision 10 of 14
+    assert score_of([first, second], [second])["accuracy"] == pytest.approx(1 / 2)  # weighs as two: precision 10 of 30
     wrong = score_of([{**second, "text": "abcdefghiX"}], [second])
     assert (wrong["accuracy"], wrong["details"]["cer"]) == (pytest.approx(5 / 6), pytest.approx(0.1))
-    assert wrong["details"]["texts"] == [{"sim": 0.8333, "vis": 1.0}]
+    assert wrong["details"]["texts"] == [{"sim": 0.8333, "vis": 1.0, "place": 1.0}]
+
+
+def pictures(*sources: str) -> list[dict]:
+    return [{**BLOCK, "type": "image", "src": src, "y": 150 + 110 * k} for k, src in enumerate(sources)]
+
+
+def test_images_count_where_they_belong_as_far_as_they_show():
+    truth = [*pictures("image_1", "image_2"), {**HELLO, "y": 20}]
+    clean = score_of(truth, truth)
+    assert clean["accuracy"] == 1 and clean["details"]["images"] == [1, 1]
+
+    def accuracy(*own: dict, **kwargs) -> float:
+        return score_of([*own, truth[2]], truth, **kwargs)["accuracy"]
+
+    first, second = truth[:2]
+    lost = reward.IMAGES  # of both
+    assert accuracy() == pytest.approx(1 - lost) and accuracy(first) == pytest.approx(1 - lost / 3)
+    # none in the place of the other, nor one twice, nor one that the prompt does not have
+    assert accuracy(*pictures("image_2", "image_1")) == pytest.approx(1 - lost, abs=0.01)
+    for wrong in ("image_1", "image_9", None):
+        value = score_of([first, {**second, "src": wrong}, truth[2]], truth)
+        assert value["accuracy"] < 1 - lost / 3 and value["score"] < clean["score"] - 0.05
+        assert ("unknown_image" in value["warnings"]) == (wrong != "image_1")
+    # faint, small, and covered; where the truth covers it as well, that costs nothing
+    half = 1 - lost * (1 - (1 + 1.1 * 0.5) / 2)
+    covers = {**second, "type": "shape", "width": 100}
+    for changed in ({"opacity": 0.5}, {"width": 100}, {"height": 50, "y": 285}):
+        assert accuracy(first, {**second, **changed}) == pytest.approx(half, abs=1e-6), changed
+    assert accuracy(first, second, covers) == pytest.approx(half, abs=0.01)
+    assert score_of([first, second, covers], [first, second, covers])["accuracy"] == 1
+    # a truth that does not name its images takes any, of those that were sent
+    anonymous = [{**layer, "src": ""} for layer in truth[:2]] + truth[2:]
+    assert score_of(truth, anonymous)["score"] == pytest.approx(clean["score"])
+    sent = {"image_1": Image.new("RGB", (9, 9))}
+    assert score_of(truth, anonymous, images=sent)["accuracy"] == pytest.approx(1 - lost * (1 - 2 / 5))
+    # too many: as with texts, each counts twice
+    assert score_of([*truth], truth[2:])["accuracy"] == pytest.approx(1 - lost * (1 - 1 / 5))
+    assert score_of(truth[:2], truth[:1])["accuracy"] == pytest.approx(2 / 4)
+
+
+def test_a_text_counts_in_its_own_place():
+    lines = [{**HELLO, "text": text, "y": 60 + 100 * k} for k, text in enumerate(("Hello", "World", "Friends"))]
+    for shift in (3, 20, -45):  # still nearest to its own
+        assert score_of([{**line, "y": line["y"] + shift} for line in lines], lines)["accuracy"] == 1
+    assert score_of(lines[::-1], lines)["score"] == pytest.approx(score_of(lines, lines)["score"])  # another order
+    swapped = [{**a, "text": b["text"]} for a, b in zip(lines, (lines[1], lines[0], lines[2]), strict=True)]
+    value = score_of(swapped, lines)
+    assert value["accuracy"] == pytest.approx(7 / 17, abs=0.01)  # 7 of 17 characters are where they should be
+    assert value["structure"] == pytest.approx(0.75 * 2 / 3 + 0.15 + 0.10 * 2 / 3)  # two boxes at half their worth
+    boxes = [layout.ground_truth(poster(*lines)).layers[k] for k in range(3)]
+    between = [reward.placement(Layer("text", b.x, b.y + d, b.width, b.height, b.color, text=b.text), boxes, 0)
+               for b in boxes[:1] for d in (0, 0.12, 0.13, 0.2, 0.25)]  # fmt: skip
+    assert between[:2] == [1, 1] and 1 > between[2] > between[3] > between[4] > 0  # the middle is at 0.125
+    # equal texts are not in one another's way
+    twice = [{**line, "text": "Hello"} for line in lines[:2]]
+    assert score_of(twice, twice)["accuracy"] == 1
+    # size and alignment are part of it
+    small, right = ([{**lines[0], **change}, *lines[1:]] for change in ({"font_size": 16}, {"align": "right"}))
+    assert score_of(small, lines)["details"]["texts"][0]["sim"] == 1
+    assert score_of(small, lines)["accuracy"] == pytest.approx((12 + 5 * 1.25 * 0.4) / 17)
+    assert score_of(right, lines)["structure"] == pytest.approx(1 - 0.85 * 0.5 / 3)
+
+
+def test_what_nothing_asks_for_costs_as_much_as_it_covers():
+    truth, paint = [PAPER, BLOCK], {"type": "shape", "y": 0, "height": 400, "fill": "#204060"}
+    scores = [score_of([PAPER, {**paint, "x": 0, "width": w}, BLOCK], truth)["structure"] for w in (20, 100, 200)]
+    assert scores == pytest.approx([(0.9 * 4 + 0.1 * 4) / (5 + 5 * w) for w in (0.05, 0.25, 0.5)], abs=0.02)
+    far = {**paint, "x": -700, "width": 900}  # mostly outside, so it is no layer to compare: what it paints counts
+    assert score_of([PAPER, far, BLOCK], truth)["structure"] < scores[0] - 0.15
+    veil = {**paint, "x": 0, "width": 400, "opacity": 0.2}  # unless the ground truth is like that
+    own, other = (score_of([*truth, veil], wanted)["structure"] for wanted in ([*truth, veil], [*truth, BLOCK]))
+    assert (own, other) == (pytest.approx(4 / 6), pytest.approx(4 / 7, abs=0.03))
+    same = {"type": "background", "x": 0, "y": 0, "width": 400, "height": 400, "fill": "#FFF"}  # that of the canvas
+    assert score_of([same, BLOCK], [BLOCK])["structure"] == pytest.approx(2 / 3)
 
 
 def test_truths_without_texts_or_with_one_layer():
@@ -257,6 +337,53 @@ def test_fonts():
     assert value["warnings"] == ["glyphs_missing", "unknown_image"]
 
 
+@pytest.mark.parametrize(("text", "missing", "package"), [
+    ("夏日 Jazz", "夏日", "fonts-noto-cjk"), ("여름", "여름", "fonts-noto-cjk"), ("Café 🎉", "é🎉", "fonts-symbola"),
+    ("سوق ليل", "سوقليل", "fonts-noto-core"), ("बाज़ार", "बाज़ार", "fonts-noto-core"),
+])  # fmt: skip
+def test_characters_that_no_font_has_are_counted_and_no_picture_is_made_of_boxes(text, missing, package, capsys):
+    asked = {**HELLO, "text": text, "width": 290}
+    characters = "".join(sorted(set(layout.normalise(missing))))
+    share = sum(c in characters for c in layout.normalise(text)) / len(layout.normalise(text).replace(" ", ""))
+    own, plain = score_of([asked], [asked]), score_of([HELLO], [asked])
+    assert own["missing_glyphs"] == pytest.approx(share) and plain["missing_glyphs"] == 0
+    assert own["warnings"] == ["truth_glyphs_missing", "glyphs_missing"] and own["accuracy"] == 1
+    assert plain["warnings"] == ["truth_glyphs_missing"]
+    for value in (own, plain):
+        assert value["details"]["missing_characters"] == characters
+    truth = layout.ground_truth(poster(asked))
+    for solution in (json.dumps(poster(asked)), "no poster"):  # it is the record's fault, whatever the policy wrote
+        with pytest.raises(scorers.ScorerError, match=f"{package}.*font_paths") as refused:
+            reward.assess(solution, truth, fonts=FONTS, with_image=True)
+        assert refused.value.code == "missing_glyphs" and not refused.value.retryable
+    # what only the policy wrote is a bar, also if it is similar to the ground truth
+    image = reward.assess(
+        json.dumps(poster({**HELLO, "text": "Hello Night" + missing[:1]})),
+        layout.ground_truth(poster({**HELLO, "text": "Hello Night"})),
+        fonts=FONTS,
+        with_image=True,
+    ).image
+    assert {tuple(color) for color in np.asarray(image).reshape(-1, 3)} == {(128, 128, 128), (255, 255, 255)}
+    # in training: a metric for each completion, and one warning
+    local = LocalRewards("px")
+    for _ in range(2):
+        parts = local.scores([json.dumps(poster(asked)), "no poster"], [json.dumps(poster(asked))] * 2,
+                             {"extra_info": [{}, {}]}, 2)  # fmt: skip
+        assert parts["missing_glyphs"] == ([pytest.approx(share), 0.0], 0.0)
+    said = capsys.readouterr().out
+    assert said.count("warning") == 1 and package in said and "--font_paths" in said and characters[0] in said
+
+
+def test_a_character_is_taken_from_the_first_font_that_has_it():
+    deja = str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf")
+    display = deja.replace("DejaVuSans.ttf", "DejaVuSansDisplay.ttf")  # has next to nothing
+    for paths in ((deja,), (display, deja), (deja, display)):
+        local = LocalRewards("px", paths)
+        text = json.dumps(poster({**HELLO, "text": "Café Ж"}))
+        parts = local.scores([text], [text], {"extra_info": [{}]}, 1)
+        assert parts["missing_glyphs"] == ([0.0], 0.0) and local.fingerprint != LocalRewards("px").fingerprint
+
+
 def test_result_by_hand_and_a_visual_score_or_a_weight_out_of_range_is_none():
     assessed = reward.Assessed(0.5, 0.25, 0.8, 0.5, True, None, ("w",), {"layers": 1}, 0.9, gate=0.5)
     value = reward.result(assessed, 0.6)
@@ -277,7 +404,16 @@ def test_result_by_hand_and_a_visual_score_or_a_weight_out_of_range_is_none():
 def test_copies_are_dropped_and_hygiene_and_gate_count_what_is_left():
     a, near, far = (box("shape", x, 0, 0.5, 0.5) for x in (0, 0.01, 0.05))  # IoU with the first: 0.96 and 0.82
     other, image = box("shape", 0, 0, 0.5, 0.5, text="b"), box("image", 0, 0, 0.5, 0.5)
-    assert reward.deduplicate([a, near, far, other, image]) == (a, far, other, image)
+    layers = [a, near, far, other, image]
+    assert reward.deduplicate(layers, dict.fromkeys(range(5), 1.0)) == [0, 2, 3, 4]
+    assert reward.deduplicate(layers, {0: 0.1, 1: 0.2, 2: 0.0, 3: 1.0, 4: 1.0}) == [1, 2, 3, 4]  # what shows counts
+    # as long as the picture is right
+    right, hidden = (
+        [PAPER, {**HELLO, "color": "#FFF"}],
+        [PAPER, {**HELLO, "color": "#FFF"}, {**PAPER, "fill": "#112234"}],
+    )
+    assert score_of(right, right)["accuracy"] == 1 and score_of(hidden, right)["accuracy"] == 0
+    assert score_of([right[1], *right], right)["accuracy"] == 1
     truth = layout.ground_truth(poster(BLOCK, HELLO))
     assessed = reward.assess(json.dumps(poster(*[BLOCK] * 16)), truth, fonts=FONTS)
     assert assessed.hygiene == pytest.approx((2 * 2 + 4) / 16)

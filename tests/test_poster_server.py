@@ -25,6 +25,7 @@ from PIL import Image
 from test_poster_launcher import alive
 from test_teacher_server import free_port, wait_for
 
+from common.base import serving
 from common.tasks import reward_client
 from grpo.poster import assessors, items, reward, reward_server, synthetic, tricks, web, worker
 from grpo.poster.reward_server import Config
@@ -51,6 +52,9 @@ def score(images, metas):
                 time.sleep(0.01)
         if do == "raise":
             raise KeyError("secret")
+        if do == "ask":  # a score of what was asked for, and when
+            assert meta["prompt"][0]["content"] == "A poster", meta["prompt"]
+            meta["extra_info"]["value"], do = meta["step"] / 100, "value"
         meta["visual_quality"] = 0.75
         values.append({"nan": float("nan"), "above": 1.01, "text": "0.5", "value": meta["extra_info"].get("value"),
                        "refuse": ScorerError("scorer_unparsable", "no rating", retryable=False)}.get(do, 0.25))
@@ -67,8 +71,9 @@ class Client:
         return requests.get(self.url + path, headers=headers, timeout=SOON)
 
     def post(self, path: str, body, **options) -> requests.Response:
-        kind = "json" if isinstance(body, dict) else "data"
-        return requests.post(self.url + path, **{kind: body, "timeout": 5 * SOON, **options})
+        body = json.dumps(body) if isinstance(body, dict) else body
+        headers = {"Content-Type": "application/json", **options.pop("headers", {})}
+        return requests.post(self.url + path, body, headers=headers, **{"timeout": 5 * SOON, **options})
 
     def scored(self, items: list[dict]) -> list[dict]:
         answer = self.post(MANY, {"items": items})
@@ -99,7 +104,8 @@ class Server(Client):
         self.rewards, self.error = Rewards(Config(**{"workers": 1, "batch_wait_ms": 1.0, **options})), None
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        app = uvicorn.Config(web.create_app(self.rewards), lifespan="off", log_level="warning")
+        options = dict(http=serving.StrictHTTP, lifespan="off", log_level="warning")
+        app = uvicorn.Config(web.create_app(self.rewards), **options)
         self.web, self.threads = uvicorn.Server(app), []
         self.start(lambda: self.web.run([listener]))
         if work:
@@ -198,7 +204,9 @@ def test_a_malformed_poster_is_an_answer_and_a_bad_truth_an_error_of_its_item(se
 @pytest.mark.parametrize(("path", "body", "status", "code"), [
     *((ONE, body, 400, "bad_json") for body in (b"{", b"\xff\xfe\x00", b"[" * 100_000, b'{"id":' + b"1" * 5000)),
     *((ONE, item(**changes), 422, "bad_request") for changes in (
-        {"id": [1]}, {"id": "x" * 300}, {"extra_info": "x"}, {"extra_info": {"x": "y" * 2**16}},
+        {"id": [1]}, {"id": "x" * 300}, {"id": 1.5}, {"extra_info": "x"}, {"extra_info": {"x": "y" * 2**16}},
+        *({"step": step} for step in (-1, 1.0, "1", True, 2**63)),
+        *({"prompt": prompt} for prompt in (1, {}, ["x"], [{"content": "x"}], [{"role": 1}], "x" * 2**20)),
         *({"extra_info": {"images": images}} for images in ({"image_1": 3}, False, ["synthetic:0:1:1"] * 17)))),
     *((ONE, body, 422, "bad_request") for body in (b"[]", {"solution_str": "x"}, {"ground_truth": {}})),
     *((MANY, {"items": given}, 422, "bad_request") for given in ([], [item()] * 257, None, [item(), 3])),
@@ -331,6 +339,41 @@ def test_a_scorer_of_ones_own_counts_with_its_weight(custom):
     assert answer["visual"] == pytest.approx(0.25) and answer["visual_quality"] == 0.75
     assert answer["score"] == pytest.approx(0.4 * answer["structure"] + 0.4 * answer["accuracy"] + 0.2 * 0.25)
     assert custom.post(ONE, item("{", extra_info={"do": "raise"})).json()["score"] == 0  # has no look to score
+
+
+def test_ids_come_back_as_they_are_and_a_scorer_gets_prompt_and_step(server, custom):
+    ids = ["12.7.3fa9c2", "", " a ", "é\u0000\n", 0, -7, 10**200, "0", None]
+    # the same poster under other ids, and another poster under the same: nothing is remembered by id
+    results = server.scored([item(id=i, prompt="A poster", step=3) for i in ids] + [item("x", id=i) for i in ids])
+    assert [result["id"] for result in results] == ids * 2 and [type(r["id"]) for r in results[:9]] == [*map(type, ids)]
+    assert [result["score"] > 0.9 for result in results] == [True] * 9 + [False] * 9
+    chat = [{"role": "user", "content": "A poster"}, {"role": "user", "content": [{"type": "text", "text": "or two"}]}]
+    asked = item(extra_info={"do": "ask"}, prompt=chat, step=25)
+    assert custom.scored([asked])[0]["visual"] == pytest.approx(0.25)
+    assert "prompt" in items.__doc__ and "step" in items.__doc__
+
+
+def chinese(text: str = "夏日 Jazz") -> dict:
+    truth = {"canvas": {"width": 200, "height": 200}, "layers": [
+        {"type": "text", "text": text, "x": 20, "y": 20, "width": 160, "height": 40}]}  # fmt: skip
+    return item(json.dumps(truth), ground_truth=truth)
+
+
+@pytest.mark.services
+def test_characters_without_glyphs_are_counted_and_refused_if_a_picture_is_judged(own, scorer, capsys):
+    server, custom = own(), own(scorer=scorer)
+    assert server.get("/info").json()["missing_glyphs"] == {"items": 0, "characters": ""}
+    shares = [result["missing_glyphs"] for result in server.scored([chinese(), chinese("Jazz"), chinese("夏日")])]
+    assert shares == [pytest.approx(2 / 6), 0, 1]
+    assert server.get("/info").json()["missing_glyphs"] == {"items": 2, "characters": "夏日"}
+    assert server.metric("missing_glyphs_total") == 2
+    assert server.get("/info").json()["fingerprint"] == server.rewards.info["fingerprint"]
+    assert_refused(custom.post(ONE, chinese()), 422, "missing_glyphs")
+    bad, good, malformed = custom.scored([chinese(), item(), {**chinese(), "solution_str": "x"}])
+    assert good["ok"] and {x["error"]["code"] for x in (bad, malformed)} == {"missing_glyphs"}
+    assert custom.get("/info").json()["missing_glyphs"] == {"items": 3, "characters": "夏日"}
+    said = capsys.readouterr().out
+    assert said.count("fonts-noto-cjk") == 2 and said.count("--font_paths") == 2  # once for each server
 
 
 @pytest.mark.parametrize(("do", "code", "retryable"), [

@@ -41,6 +41,7 @@ from common.model import models
 
 CPU, V, SCRIPT = torch.device("cpu"), 64, ROOT / "gkd" / "teacher_server.py"
 TOP_K, GENERATE = "/topk_logprobs", "/generate"
+BINARY = {"Content-Type": "application/octet-stream"}
 # log-probs, at most 10 in size, computed in two ways
 assert_near = partial(torch.testing.assert_close, atol=rounding(FORWARD, 10.0), rtol=0)
 
@@ -56,7 +57,8 @@ class Server:
         self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         app = teacher_server.create_app(self.teacher)
-        self.web = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="warning"))
+        options = dict(http=serving.StrictHTTP, lifespan="off", log_level="warning")
+        self.web = uvicorn.Server(uvicorn.Config(app, **options))
         self.threads = [threading.Thread(target=self.web.run, args=([self.listener],), daemon=True)]
         self.threads[0].start()
         if work:
@@ -312,7 +314,7 @@ def test_a_full_queue_a_deadline_and_health_before_and_while_it_works(own):
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(connection(server.url).once, "POST", TOP_K, body) for body in (late, patient)]
         wait_for(lambda: len(server.teacher.waiting) == 2)
-        answer = requests.post(server.url + TOP_K, data=patient)
+        answer = requests.post(server.url + TOP_K, data=patient, headers=BINARY)
         assert answer.status_code == 429 and int(answer.headers["Retry-After"]) > 0
         with pytest.raises(OutageError, match="status 429"):  # patience ends there too
             connection(server.url, patience_s=0.3).post(TOP_K, patient)

@@ -229,7 +229,7 @@ class Service:
         # X-Timeout-Ms: the server need not compute what nobody waits for. identity: compressed, a short answer could
         # unpack to a thousand times its length
         headers = {"X-Timeout-Ms": str(int(1000 * seconds)), "Accept-Encoding": "identity"}
-        headers |= {"Content-Type": self.content_type} if body else {}
+        headers |= {"Content-Type": self.content_type} if body is not None else {}
         end = time.monotonic() + seconds
         answer = session.request(method, self.url + path, data=body, headers=headers, allow_redirects=False,
                                  stream=True, timeout=(CONNECT_SECONDS, seconds))  # fmt: skip

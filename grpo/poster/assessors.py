@@ -27,6 +27,7 @@ from typing import Any
 from PIL import Image
 
 from grpo.poster import layout, pictures, reward, synthetic
+from grpo.poster.errors import ScorerError
 from grpo.poster.fonts import Fonts
 from grpo.poster.items import Item, Refused
 
@@ -195,7 +196,7 @@ def assess(item: Item) -> reward.Assessed:
         item: to score.
 
     Raises:
-        Refused: its ground truth or an image is invalid.
+        Refused: its ground truth or an image is invalid, or a picture is wanted and no font has its characters.
     """
     options = _state["options"]
     try:
@@ -204,8 +205,11 @@ def assess(item: Item) -> reward.Assessed:
         raise Refused("bad_ground_truth", str(error)) from error
     images = {name: image(reference, options.asset_root) for name, reference in item.images.items()}
     space, picture = options.coord_space, options.with_image
-    return reward.assess(item.solution, truth, fonts=_state["fonts"], images=images or None, coord_space=space,
-                         with_image=picture)  # fmt: skip
+    try:
+        return reward.assess(item.solution, truth, fonts=_state["fonts"], images=images or None, coord_space=space,
+                             with_image=picture)  # fmt: skip
+    except ScorerError as error:
+        raise Refused(error.code, str(error)) from error
 
 
 @functools.lru_cache(64)  # the completions of a group arrive together

@@ -6,7 +6,8 @@ size, so that whether a text fits into a box does not depend on the resolution.
 
 import hashlib
 import io
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,35 @@ INK = 64  # of 255: coverage from which a pixel counts as ink
 _EM = 256  # px, font size at which widths are measured
 _PROBE = 40  # px, font size at which letters are compared with the box for missing glyphs
 _SAMPLE = 32.0  # px, font size at which ink is estimated
+PACKAGES = {"CJK": "fonts-noto-cjk", "HIRAGANA": "fonts-noto-cjk", "KATAKANA": "fonts-noto-cjk",
+            "HANGUL": "fonts-noto-cjk", "IDEOGRAPHIC": "fonts-noto-cjk", "FULLWIDTH": "fonts-noto-cjk"}  # fmt: skip
 _NO_CHARACTER = "\ufffe"  # never assigned, so every font draws its box for missing glyphs
+
+
+def packages(chars: Iterable[str]) -> list[str]:
+    """The Debian packages of fonts that have most characters of the given scripts.
+
+    Args:
+        chars: single characters.
+    """
+    needed = set()
+    for char in chars:
+        script = unicodedata.name(char, "").replace("-", " ").partition(" ")[0]
+        symbol = unicodedata.category(char)[0] == "S" or "\ufe00" <= char <= "\ufe0f"  # variants of emoji
+        needed.add("fonts-symbola" if symbol else PACKAGES.get(script, "fonts-noto-core"))
+    return sorted(needed)
+
+
+def missing_text(chars: Iterable[str]) -> str:
+    """Says which characters no font has, and what to do.
+
+    Args:
+        chars: single characters, at least one.
+    """
+    chars = sorted(set(chars))
+    shown = " ".join(chars[:12]) + (f" and {len(chars) - 12} more" if len(chars) > 12 else "")
+    return (f"no font has the characters {shown}, so each would be painted as a box: install fonts that have them "
+            f"(apt install {' '.join(packages(chars))}) and name their files in --font_paths")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,7 +62,7 @@ class Fonts:
     """Letters from font files, and from Pillow's built-in font for characters that these lack.
 
     Args:
-        paths: TrueType or OpenType files, in order of priority.
+        paths: TrueType or OpenType files (.ttf, .otf, .ttc), in order of priority.
 
     Raises:
         ValueError: a file is not a font.
@@ -47,7 +76,9 @@ class Fonts:
                 with open(path, "rb") as file:
                     hashes.append(hashlib.sha256(file.read()).hexdigest()[:16])
             except OSError as error:
-                raise ValueError(f"font {path!r}: {error}; name a .ttf or .otf file that is there") from None
+                raise ValueError(
+                    f"font {path!r}: {error}; name a .ttf or .otf file that is there, not one of bitmaps"
+                ) from None
             self._faces.append(face)
         builtin = ImageFont.load_default(_EM).font_variant(layout_engine=ImageFont.Layout.BASIC)
         self._faces.append(builtin)

@@ -1,10 +1,14 @@
 """Requests of the reward service, their validation, and its errors.
 
-Request: {"id", "solution_str", "ground_truth", "extra_info"} to /compute_reward, or {"items": [...]} of these to
-         /compute_reward_batch. Objects must not have duplicate keys, and numbers must be finite.
+Request: {"id", "solution_str", "ground_truth", "extra_info", "prompt", "step"} to /compute_reward, or {"items": [...]}
+         of these to /compute_reward_batch, as application/json. Objects must not have duplicate keys, and numbers must
+         be finite.
          `ground_truth` is an object or its JSON text. `extra_info` may hold "images": input images by id, or a list of
          them ("image_1" first); each is base64 of a PNG or JPEG, the path of one below the asset root, or a reference
          of grpo/poster/synthetic.py. Scorers get the rest of `extra_info`.
+         `id` is text or an integer, returned unchanged; it need not be unique, and nothing is cached by it.
+         `prompt` (text, or a list of chat messages) and `step` (of the training, an integer from 0) are optional;
+         scorers get them, and the CPU part does not depend on them.
 A malformed poster is the policy's fault and no error: it scores 0.
 """
 
@@ -20,19 +24,24 @@ MAX_BODY = 2**23  # bytes of a request
 MAX_ITEMS = 256  # of a request
 MAX_IMAGES = 16  # of an item
 MAX_EXTRA = 2**16  # characters of extra_info as JSON, without images
+MAX_PROMPT = 2**20  # characters of a prompt as JSON
 MAX_DEPTH = 32  # of nested lists and objects in extra_info, so that no parser of it hits its recursion limit
 MAX_ID = 256  # characters
 
 CODES = {  # HTTP status, and whether a retry may succeed
     "bad_json": (400, False),
+    "bad_length": (400, False),
     "bad_token": (401, False),
     "bad_host": (403, False),
+    "bad_origin": (403, False),
     "not_found": (404, False),
     "bad_method": (405, False),
     "too_large": (413, False),
+    "bad_content_type": (415, False),
     "bad_request": (422, False),
     "bad_ground_truth": (422, False),
     "bad_image": (422, False),
+    "missing_glyphs": (422, False),
     "queue_full": (429, True),
     "internal": (500, True),
     "loading": (503, True),
@@ -80,6 +89,8 @@ class Item:
     truth: str  # JSON text
     extra_info: str  # JSON text of an object, without the images
     images: dict[str, str]  # id -> base64, path or reference
+    prompt: str = "null"  # JSON of text, of a list of messages, or null
+    step: int | None = None
 
 
 def read(body: bytes, many: bool) -> list[Item]:
@@ -128,7 +139,23 @@ def _item(value: Any, name: str) -> Item:
     depth, where = _depth(given), layout.find_not_finite(given, "extra_info")
     _require(depth <= MAX_DEPTH, f"extra_info of {name}", f"{depth} levels", f"at most {MAX_DEPTH}")
     _require(not where, f"{where} of {name}", "NaN or infinite", "must be a JSON number")
-    return Item(number, solution, truth if isinstance(truth, str) else json.dumps(truth), rest, images)
+    prompt, step = value.get("prompt"), value.get("step")
+    asked = json.dumps(prompt)
+    _require(isinstance(prompt, str | None) or _is_chat(prompt), f"prompt of {name}", prompt,
+             "must be text, or a list of messages, objects with a `role`")  # fmt: skip
+    _require(len(asked) <= MAX_PROMPT, f"prompt of {name}", f"{len(asked)} characters", f"at most {MAX_PROMPT}")
+    where = layout.find_not_finite(prompt, "prompt")
+    _require(not where, f"{where} of {name}", "NaN or infinite", "must be a JSON number")
+    whole = step is None or (isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**63)
+    _require(whole, f"step of {name}", step, "must be an integer from 0 to 2^63 - 1")
+    truth = truth if isinstance(truth, str) else json.dumps(truth)
+    return Item(number, solution, truth, rest, images, asked, step)
+
+
+def _is_chat(prompt: Any) -> bool:
+    """Whether a prompt is a list of messages; their content may be text, or a list of parts."""
+    messages = prompt if isinstance(prompt, list) and _depth(prompt) <= MAX_DEPTH else [None]
+    return all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages)
 
 
 def timeout_seconds(header: str | None, most: float) -> float:

@@ -113,6 +113,11 @@ class Poster:
     format: float = 1.0  # 0.8 if the JSON is surrounded by prose
     warnings: tuple[str, ...] = ()
 
+    @property
+    def letters(self) -> str:
+        """The characters of all texts, without spaces."""
+        return "".join(layer.text for layer in self.layers if layer.kind == "text").replace(" ", "")
+
 
 def normalise(text: str) -> str:
     """Normalises a text to one line of NFKC without control and format characters.

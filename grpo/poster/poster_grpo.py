@@ -49,6 +49,7 @@ class Config(RewardSettings):
     train_data: str = "synthetic:0"  # built-in, levels 0, 1, 2; or a .jsonl of records (grpo/poster/records.py)
     eval_data: str = "synthetic:0"  # the same, held out; "": no evaluation
     coord_space: Literal["px", "rel1000"] = "px"  # of boxes, without a service; a service has its own option
+    font_paths: str = ""  # font files, separated by commas, without a service; needed beyond ASCII
     send_images: bool = True  # the service paints posters with the input images; else with grey in their place
     max_prompt_tokens: int = 8192  # longer prompts, with the tokens of their images, are dropped, with a count
     max_images: int = 8  # prompts with more images are dropped, for a policy that sees them
@@ -75,6 +76,11 @@ class Config(RewardSettings):
     save_every: int = 20  # steps between checkpoints; the last step is always saved
     eval_every: int = 20  # steps between evaluations (greedy), the first before training; 0: never
     eval_examples: int = 64  # rows of eval_data used
+
+    @property
+    def fonts(self) -> tuple[str, ...]:
+        """Paths of the font files."""
+        return tuple(filter(None, (path.strip() for path in self.font_paths.split(","))))
 
     @property
     def clip_range(self) -> tuple[float, float]:

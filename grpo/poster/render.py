@@ -19,6 +19,7 @@ OPAQUE = 0.5  # a layer with this opacity hides the pixels below; one with less 
 LINE_HEIGHT = 1.2  # font sizes
 BASELINE = 0.95  # font sizes below the top of a line
 GREY = (128, 128, 128)
+ALIGNS = {"left": 0.0, "center": 0.5, "right": 1.0}  # share of the free width that is left of a line
 
 Region = tuple[slice, slice]  # rows and columns of the picture
 
@@ -210,7 +211,7 @@ def _place_text(layer: Layer, aspect: float, fonts: Fonts, width: int, height: i
     longest = max(lengths) * layer.font_size
     fit = min(1.0, layer.width * aspect / longest if longest else 1.0) * min(1.0, layer.height / lines_high)
     top = (layer.y + (layer.height - lines_high) / 2) * height
-    share = {"left": 0.0, "center": 0.5, "right": 1.0}[layer.align]
+    share = ALIGNS[layer.align]
 
     glyphs, bars, boxes, drawn = [], [], [], 0.0
     for row, (line, length) in enumerate(zip(layer.lines, lengths, strict=True)):

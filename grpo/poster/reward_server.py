@@ -4,7 +4,8 @@ Run:   python grpo/poster/reward_server.py          on the CPU (--help lists all
        CUDA_VISIBLE_DEVICES=7 python grpo/poster/reward_server.py --scorer visualquality_r1
        bash scripts/start_poster_training_with_reward_server.sh      together with a training run
 Wire:  POST /compute_reward {"solution_str", "ground_truth", "extra_info"}
-       POST /compute_reward_batch {"items": [...]}; grpo/poster/items.py documents format and errors
+       POST /compute_reward_batch {"items": [...]}; Content-Type: application/json
+       grpo/poster/items.py documents format and errors
        GET /health /livez /info /metrics
 A malformed poster scores 0. If the service fails, the answer is an error, never a score.
 """
@@ -142,7 +143,8 @@ def main(cfg: Config) -> None:
     address = f"http://{cfg.host}:{listener.getsockname()[1]}"
     print(f"rewards ({cfg.scorer}): loading, {address}/health says when they are ready", flush=True)
     options = dict(lifespan="off", ws="none", log_level="warning", access_log=False, timeout_graceful_shutdown=15)
-    server = uvicorn.Server(uvicorn.Config(create_app(rewards), timeout_keep_alive=75, **options))
+    strict = dict(http=serving.StrictHTTP, timeout_keep_alive=75)
+    server = uvicorn.Server(uvicorn.Config(create_app(rewards), **strict, **options))
     web = threading.Thread(target=server.run, args=([listener],), daemon=True)  # signals go to the main thread
     web.start()
 

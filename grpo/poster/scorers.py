@@ -5,8 +5,8 @@ A scorer is any object with
     identity: str        everything its scores depend on; part of the fingerprint of the reward
     needs_image: bool    whether posters are rendered for it
     score_batch(images: list[Image | None], metas: list[dict]) -> list[float | ScorerError]
-where a meta is {"cpu": score of `cpu_visual`, "extra_info": dict, "solution": str}. For a poster that it cannot score,
-it returns a ScorerError, never an invented number.
+where a meta is {"cpu": score of `cpu_visual`, "extra_info": dict, "solution": str, "prompt": text, chat or None,
+"step": int or None}. For a poster that it cannot score, it returns a ScorerError, never an invented number.
 """
 
 import hashlib

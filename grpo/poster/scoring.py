@@ -40,7 +40,7 @@ class PosterScorer:
         """
         check_functions(functions, examples)
         self.cfg, self.tokenizer, self.functions = cfg, tokenizer, functions
-        self.service = find_service(cfg, resumed) if cfg.reward_url else LocalRewards(cfg.coord_space)
+        self.service = find_service(cfg, resumed) if cfg.reward_url else LocalRewards(cfg.coord_space, cfg.fonts)
 
     @property
     def notes(self) -> dict[str, Any]:

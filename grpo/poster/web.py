@@ -62,7 +62,8 @@ def create_app(rewards: Rewards) -> Callable:
     @app.get("/info")
     async def info() -> Response:
         rewards.require_ready()
-        return _answer(rewards.info | {"instance_id": instance_id})
+        missing = {"items": rewards.missing_items, "characters": "".join(sorted(rewards.missing))}
+        return _answer(rewards.info | {"missing_glyphs": missing, "instance_id": instance_id})
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -118,7 +119,10 @@ def create_app(rewards: Rewards) -> Callable:
 
         token, host = given.get("Authorization", "").encode(), serving.host_of(given.get("Host", ""))
         answer: Callable = app
-        if (
+        if bad := serving.check_request(scope["method"], scope["headers"], "application/json"):
+            answer = _error(Refused(*bad[1:]))
+            answer.headers["Connection"] = "close"  # what follows may be no request
+        elif (
             hosts is not None and host not in hosts
         ):  # DNS rebinding: a web page under a name that resolves to this machine
             answer = _error(Refused("bad_host", f"this machine is not called {host!r:.80}: see --allowed_hosts"))

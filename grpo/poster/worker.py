@@ -18,15 +18,16 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from grpo.poster import assessors, counts, reward, scorers, synthetic
+from grpo.poster import assessors, counts, layout, reward, scorers, synthetic
 from grpo.poster.errors import ScorerError
-from grpo.poster.fonts import Fonts
+from grpo.poster.fonts import Fonts, missing_text
 from grpo.poster.items import MAX_BODY, MAX_ITEMS, Item, Refused
 
 SELF_TEST = 0.9  # least structure and accuracy of the good poster of the self-test
 FAILURES = 3  # consecutive failed batches after which the scorer must pass the self-test again
 COMPONENTS = ("score", "structure", "accuracy", "visual")
-SOURCES = ("layout", "fonts", "render", "reward", "errors", "scorers")  # modules whose source is in the fingerprint
+# modules whose source is in the fingerprint
+SOURCES = ("layout", "fonts", "render", "reward", "errors", "scorers", "assessors", "pictures", "synthetic")
 
 
 @dataclass(eq=False)
@@ -85,6 +86,8 @@ class Rewards:
         self.waiting: deque[tuple[Request, int]] = deque()
         self.started: Started = []
         self.failures = 0  # consecutive failed batches
+        self.missing: set[str] = set()  # characters that no font has, at most reward.MAX_MISSING
+        self.missing_items = 0  # items with such characters
         self._too_late = math.inf  # time.monotonic() at which no client waits any more for the batch being rated
         self._changed = threading.Condition()
 
@@ -96,7 +99,7 @@ class Rewards:
             RuntimeError: a good poster does not get a good score.
         """
         cfg = self.cfg
-        fonts = Fonts(cfg.fonts)
+        self.fonts = Fonts(cfg.fonts)
         self.scorer = scorers.load(cfg.scorer, cfg.options)
         options = assessors.Options(cfg.fonts, cfg.coord_space, cfg.asset_root, self.scorer.needs_image)
         self.processes = assessors.Assessors(cfg.processes, options, cfg.item_seconds)
@@ -106,7 +109,7 @@ class Rewards:
             "weights": cfg.weights,
             "scorer": self.scorer.name,
             "scorer_identity": self.scorer.identity,
-            "fonts": fonts.identity,
+            "fonts": self.fonts.identity,
             "coord_space": cfg.coord_space,
             "workers": cfg.processes,
             "limits": {
@@ -244,8 +247,8 @@ class Rewards:
             except Refused as refused:
                 self._refuse(request, index, refused)
         shown = [(q.items[i], x) for q, i, x in assessed if x.parse_ok]  # malformed posters are not rated
-        metas = [{"cpu": x.cpu_visual, "extra_info": json.loads(item.extra_info), "solution": item.solution}
-                 for item, x in shown]  # fmt: skip
+        metas = [{"cpu": x.cpu_visual, "extra_info": json.loads(item.extra_info), "solution": item.solution,
+                  "prompt": json.loads(item.prompt), "step": item.step} for item, x in shown]  # fmt: skip
         rated = iter(zip(self._rate([x.image for _, x in shown], metas), metas, strict=True))
         for request, index, x in assessed:
             visual, meta = next(rated) if x.parse_ok else (0.0, {})
@@ -291,6 +294,8 @@ class Rewards:
 
     def _refuse(self, request: Request, index: int, refused: Refused) -> None:
         self.counts.add("item_errors_total", code=refused.code)
+        if refused.code == "missing_glyphs":
+            self._note_missing(layout.ground_truth(request.items[index].truth).letters)
         request.put(index, refused)
 
     def _count(self, result: dict[str, Any]) -> None:
@@ -301,6 +306,16 @@ class Rewards:
             self.counts.add("malformed_total", reason=result["reason"])
         for warning in result["warnings"]:
             self.counts.add("warnings_total", warning=warning)
+        if missing := result["details"].get("missing_characters"):
+            self._note_missing(missing)
+
+    def _note_missing(self, text: str) -> None:
+        """Counts an item with characters that no font has, and prints a warning for the first."""
+        self.missing_items += 1
+        self.counts.add("missing_glyphs_total")
+        if not self.missing:
+            print(f"warning: {missing_text(self.fonts.missing(text))}; /info counts such items", flush=True)
+        self.missing |= set(sorted(self.fonts.missing(text) - self.missing)[: reward.MAX_MISSING - len(self.missing)])
 
 
 def _checked(value: Any) -> float | Refused:

@@ -64,7 +64,8 @@ def bodies(cfg: Config) -> list[bytes]:
 def ask(connection: http.client.HTTPConnection, path: str, body: bytes | None = None) -> tuple[int, bytes, float]:
     """Sends one request, a GET if `body` is None; returns status, response body and seconds."""
     start = time.monotonic()
-    headers = {"Authorization": f"Bearer {os.environ.get('RL_HAND_REWARD_TOKEN', '')}"}
+    token = os.environ.get("RL_HAND_REWARD_TOKEN", "")
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     connection.request("GET" if body is None else "POST", path, body, headers)
     answer = connection.getresponse()
     content = answer.read()

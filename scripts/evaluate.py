@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common.base import console
 from common.generation import rollout
 from common.model import models, sources
 from common.tasks import data, rewards
@@ -92,6 +93,7 @@ def mean(values: Iterable[float]) -> float | None:
 
 def main(argv: list[str] | None = None) -> None:
     """Completes every prompt and prints the accuracy."""
+    console.protect()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="'toy', a folder, a checkpoint of a run, or a hub id")
     parser.add_argument("--data", default="toy", help="as train_data of the scripts (default: %(default)s)")

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common.base import console
 from common.generation import rollout
 from common.model import models, sources
 from common.tasks import data
@@ -33,6 +34,7 @@ def lines_from_terminal() -> Iterator[str]:
 
 def main(argv: list[str] | None = None) -> None:
     """Loads the model and prints completions."""
+    console.protect()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="'toy', a folder, a checkpoint of a run, or a hub id")
     parser.add_argument("--prompt", default="", help="complete this prompt and exit")

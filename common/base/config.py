@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from common.base import console
 from common.base.checks import require_numbers
 
 T = TypeVar("T")
@@ -43,6 +44,8 @@ def _dataclasses(cls: type) -> list[type]:
 def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
     """Reads a Config from the command line: `--name value` is the same as editing the field's line.
 
+    From then on, no print ends the process (`console.protect`).
+
     `--help` shows the fields of `cls` first. Inherited fields follow, grouped by class under the
     first line of the class's docstring.
 
@@ -53,6 +56,7 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
     Raises:
         SystemExit: code 2, for an invalid value or an unknown option; suggests the closest name.
     """
+    console.protect()
     parser = argparse.ArgumentParser(description=cls.__doc__, allow_abbrev=False)
     helps, types = comments(cls), get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}

@@ -3,6 +3,7 @@
 The README of each algorithm explains its metrics.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -13,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from common.base import devices, distributed, storage
 from common.generation.batches import RolloutBatch
 from common.maths import advantages
+from common.run import branches
+from common.run.board import Board
 from common.tasks.data import Example
 
 NUM_SAMPLES = 4  # prompts per entry in samples.jsonl
@@ -96,14 +98,16 @@ class Log(StepMetrics):
         self.out_dir, self.gpus, self.is_main = Path(out_dir), gpus, distributed.rank() == 0
         self._warned: set[str] = set()
         evaluated = False
-        if self.is_main:
-            self.out_dir.mkdir(parents=True, exist_ok=True)
-            for name in ("metrics.jsonl", "samples.jsonl"):
-                # -1 in a new run: it evaluates the starting model again
-                keep_lines(self.out_dir / name, start if start else -1)
-            evaluated = _has_evaluation(self.out_dir / "metrics.jsonl", start)
-            self._board = SummaryWriter(str(self.out_dir / "tensorboard"), purge_step=start + 1)
-            self._bar = tqdm(initial=start, total=steps, unit="step", dynamic_ncols=True)
+        with distributed.share_errors("log"):
+            if self.is_main:
+                for name in ("metrics.jsonl", "samples.jsonl"):
+                    with storage.required(self.out_dir / name):
+                        self.out_dir.mkdir(parents=True, exist_ok=True)
+                        # -1 in a new run: it evaluates the starting model again
+                        keep_lines(self.out_dir / name, start if start else -1)
+                evaluated = _has_evaluation(self.out_dir / "metrics.jsonl", start)
+                self._board = Board(self.out_dir / "tensorboard", start + 1)
+                self._bar = tqdm(initial=start, total=steps, unit="step", dynamic_ncols=True)
         self._start, self._evaluated = start, distributed.any_rank(evaluated)
 
     def add_batch(self, batch: RolloutBatch) -> None:
@@ -238,7 +242,9 @@ class Log(StepMetrics):
             lines.append(json.dumps({**line, "reward": _finite(reward)}, ensure_ascii=False) + "\n")
             if show:
                 self.print_above_bar(f"step {step}, reward {reward:.3g}, answer {example.answer!r}: {completion!r}")
-        storage.append(self.out_dir / "samples.jsonl", "".join(lines))
+        path = self.out_dir / "samples.jsonl"
+        with storage.optional(f"{path} could not be written", "the run goes on without these samples; mend that"):
+            storage.append(path, "".join(lines))
 
     def print_above_bar(self, text: str) -> None:
         """Prints a line on rank 0 above the progress bar, without breaking it."""
@@ -267,10 +273,9 @@ class Log(StepMetrics):
     def _write(self, line: dict[str, Any]) -> None:
         """Appends a line to metrics.jsonl and TensorBoard."""
         line = {name: _finite(value) for name, value in line.items()}
-        storage.append(self.out_dir / "metrics.jsonl", json.dumps(line, allow_nan=False) + "\n")
-        for name, value in line.items():
-            if isinstance(value, float):
-                self._board.add_scalar(name, value, line["step"])
+        with storage.required(self.out_dir / "metrics.jsonl"):
+            storage.append(self.out_dir / "metrics.jsonl", json.dumps(line, allow_nan=False) + "\n")
+        self._board.add(line, reopen="seconds_save" in line)
 
 
 def mean_scored(parts: Iterable[torch.Tensor]) -> float:
@@ -314,8 +319,8 @@ def keep_lines(path: Path, last_step: int) -> None:
     """
     if not path.exists():
         return
-    kept, removed = [], 0
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+    kept, removed, text = [], 0, path.read_text(encoding="utf-8", errors="replace")
+    for line in text.split("\n"):
         try:
             keep = json.loads(line)["step"] <= last_step
             removed += not keep
@@ -325,12 +330,19 @@ def keep_lines(path: Path, last_step: int) -> None:
                 print(f"warning: {path}: a line that is not one of a step is dropped: {line[:80]!r}")
         if keep:
             kept.append(line + "\n")
+    if "".join(kept) == text:
+        return
     if removed:
         print(f"{path}: removed {removed} lines of steps that are taken again")
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    storage.sync(temporary)
-    os.replace(temporary, path)
+    temporary = path.with_name(f"{branches.WRITING}{path.name}")
+    try:
+        temporary.write_text("".join(kept), encoding="utf-8")
+        storage.sync(temporary)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def _has_evaluation(path: Path, step: int) -> bool:

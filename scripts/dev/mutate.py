@@ -312,7 +312,7 @@ def kill(pid: int) -> None:
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+            parents[int(path.parent.name)] = int(path.read_bytes().rpartition(b")")[2].split()[1])
     family = [pid]
     for member in family:  # grows during the loop
         family += [child for child, parent in parents.items() if parent == member]
@@ -373,7 +373,7 @@ def void(results: dict[str, Result], tests: Tests) -> None:
 def known(out: Path) -> dict[str, Result]:
     """Results of an earlier run for mutations that have not changed since."""
     file = out.with_suffix(".jsonl")
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
     results = {line["mutation"][0]: Result(**line) for line in lines}
     own = {mutation.name: list(mutation) for mutation in MUTATIONS}
     same = {name: r for name, r in results.items() if name in own and own[name][2:5] == r.mutation[2:5]}

@@ -133,8 +133,8 @@ def required(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(
-            f"{path} could not be written, on which {free(path.parent)} is free: {error.strerror or error}; mend that, "
-            "then run the same command: it goes on from its last checkpoint"
+            f"{path} could not be read or written, on which {free(path.parent)} is free: {error.strerror or error}; "
+            "mend that, then run the same command: it goes on from its last checkpoint"
         ) from error
 
 

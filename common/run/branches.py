@@ -42,22 +42,22 @@ def find(out_dir: str, resume: str) -> Path | None:
     folder = None
     with distributed.share_errors("resume"):
         if distributed.rank() == 0:
-            if Path(out_dir).is_dir():
-                storage.claim(out_dir)
             try:
+                if Path(out_dir).is_dir():
+                    storage.claim(out_dir)
                 folder = _choose(out_dir, resume)
+                storage.claim(out_dir)
             except OSError as error:
                 raise ValueError(
                     f"out_dir = {out_dir!r}: its checkpoints cannot be read ({error}); mend that, then run the same "
                     "command, or give another out_dir"
                 ) from error
-            storage.claim(out_dir)
     folder = distributed.gather_objects(folder)[0]
     with distributed.share_errors("resume"):
-        if folder is not None and not files.is_complete(folder):
+        if folder is not None and (found := files.damage(folder, thorough=False)):
             raise ValueError(
-                f"out_dir = {out_dir!r}: rank {distributed.rank()} does not see {folder}, from which rank 0 goes on; "
-                "to resume on several machines, out_dir must be a folder that all of them share"
+                f"out_dir = {out_dir!r}: rank {distributed.rank()} does not see {folder}, from which rank 0 goes on "
+                f"({found}); mend that: to resume on several machines, all must share out_dir"
             )
     if resume == "auto":
         distributed.print_main(f"resuming from {folder}" if folder else f"no checkpoint in {out_dir}: starting anew")
@@ -65,11 +65,11 @@ def find(out_dir: str, resume: str) -> Path | None:
 
 
 def _choose(out_dir: str, resume: str) -> Path | None:
-    for aside in Path(out_dir).glob(f"{REPLACED}*"):  # the run was killed while it replaced a checkpoint
+    for aside in files.entries(out_dir, REPLACED):  # the run was killed while it replaced a checkpoint
         final = aside.with_name(files.name(files.step_of(aside)))
         if not os.path.lexists(final) and files.is_complete(aside):
             os.rename(aside, final)
-            print(f"{final} was about to be replaced when a run ended: it is back in its place")
+            print(f"{final} was about to be replaced when a run ended: it is back in its place", flush=True)
     if resume == "auto":
         return _newest_usable(out_dir)
     if resume == "none":
@@ -88,9 +88,9 @@ def _choose(out_dir: str, resume: str) -> Path | None:
 
 def _require_own_branch(folder: Path, out_dir: Path) -> None:
     """Refuses a named checkpoint whose weights would be mixed with lines and checkpoints of other weights."""
-    values, step = f"resume = {str(folder)!r}, out_dir = {str(out_dir)!r}", files.step_of(folder)
+    values, step = f"resume = {str(folder)!r}, out_dir = {str(out_dir)!r}", files.read_state(folder)["step"]
     if folder.parent.resolve() == out_dir.resolve():  # the folder itself may be a link
-        require(folder.name == files.name(step), values, f"a run goes back to folders checkpoint-NNNNNN only, and this "
+        require(files.number(folder) == step, values, f"a run goes back to folders checkpoint-NNNNNN only, and this "
                 f"one holds step {step}", f"rename it to {files.name(step)}, or give another out_dir")  # fmt: skip
         require(not (found := departure(folder, out_dir)), values, found,
                 "give another out_dir: it starts a branch of its own there")  # fmt: skip
@@ -107,7 +107,7 @@ def _newest_usable(out_dir: str) -> Path | None:
     folders = files.named(out_dir)
     for folder in reversed(folders):
         found = files.damage(folder) or departure(folder, out_dir)
-        if not found and folder.name != files.name(step := files.step_of(folder)):
+        if not found and files.number(folder) != (step := files.step_of(folder)):
             found = f"its {files.STATE} is of step {step}"
         if not found:
             return folder
@@ -155,11 +155,19 @@ def leave(out_dir: str | Path, step: int) -> None:
     Raises:
         OSError: one could not be renamed.
     """
-    later = [folder for folder in files.own(out_dir) if files.step_of(folder) > step]
-    for folder in later:
-        set_aside(folder)
-    if later:
-        print(abandoned(out_dir))
+    with storage.required(Path(out_dir)):
+        later = [folder for folder in files.named(out_dir) if files.number(folder) > step]
+        for folder in later:
+            if files.step_of(folder) == files.number(folder):
+                set_aside(folder)
+            else:
+                print(
+                    f"warning: {folder} is of steps that are taken again, but its {files.STATE} cannot be read or is "
+                    "of another step; mend that, or move it away: the run goes on, and sets it aside at that step",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
+        if later and (left := abandoned(out_dir)):
+            print(left, flush=True)
 
 
 def set_aside(folder: Path) -> None:
@@ -168,18 +176,15 @@ def set_aside(folder: Path) -> None:
     try:
         os.rename(folder, aside)
     except OSError as error:
-        raise OSError(
-            f"{folder} is of steps that are taken again, and could not be renamed to {aside.name} ({error.strerror}); "
-            "mend that, or move it away, then run the same command"
-        ) from error
-    print(f"{folder} is of steps that are taken again: now {aside}")
+        raise OSError(error.errno, f"{error.strerror}: {folder} cannot be renamed to {aside.name}") from error
+    print(f"{folder} is not of the branch that the run is on: now {aside}", flush=True)
 
 
 def abandoned(out_dir: str | Path) -> str:
     """The checkpoints of branches that were left, as text; "" if there are none."""
-    folders = list(Path(out_dir).glob(f"{ABANDONED}*"))
+    folders = files.entries(out_dir, f"{ABANDONED}checkpoint-")
     sizes = f"{len(folders)} checkpoints of branches that were left take {storage.size(*folders)}"
-    return f"{sizes}: delete those that you do not need, {Path(out_dir) / ABANDONED}*" if folders else ""
+    return f"{sizes}: delete those that you do not need, {Path(out_dir) / ABANDONED}checkpoint-*" if folders else ""
 
 
 def unused(path: Path) -> Path:

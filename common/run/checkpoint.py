@@ -85,11 +85,15 @@ def save(
             _write(folder, model, tokenizer, reference, tensors, state)
             _publish(folder, final)
         except BaseException as error:  # also a second Ctrl-C
-            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                shutil.rmtree(folder, ignore_errors=True)
             if not (isinstance(error, (OSError, SafetensorError)) or type(error) is Exception):  # as tokenizers raises
                 raise
             raise OSError(_failure(out_dir, step, cfg.keep_checkpoints, error)) from error
-        with storage.optional(f"{out_dir} could not be synced", "older checkpoints are kept until a save can sync it"):
+        with storage.optional(
+            f"{out_dir} could not be synced",
+            "the run goes on, and keeps older checkpoints until a save can sync it; mend that",
+        ):
             storage.sync(Path(out_dir))
             _tidy(out_dir, cfg.keep_checkpoints)
     return final
@@ -170,17 +174,17 @@ def _tidy(out_dir: str, keep: int | None = None) -> None:
         keep: checkpoints to keep; None: all.
     """
     failed: list[OSError] = []
-    remedy = "the run goes on, and the next save tries again; look at its permissions, or delete it yourself"
+    remedy = "the run goes on, and the next save tries again; mend that, or delete it yourself"
     with storage.optional(f"{out_dir}: an old checkpoint could not be deleted", remedy):
         old = [folder for folder in files.complete(out_dir) if not branches.departure(folder, out_dir)]
         old = old[:-keep] if keep else []
-        for path in [*Path(out_dir).glob(f"{branches.WRITING}*"), *old]:
+        for path in [*files.entries(out_dir, branches.WRITING), *old]:
             try:
                 storage.remove(_hide(path) if path in old else path)
             except OSError as error:
                 failed.append(error)
         if failed:
-            left = [*Path(out_dir).glob(f"{branches.WRITING}*"), *filter(Path.exists, old)]
+            left = [*files.entries(out_dir, branches.WRITING), *filter(Path.exists, old)]
             text = f"{failed[0].strerror}; {storage.size(*left)} remain in {', '.join(map(str, left))}"
             raise OSError(failed[0].errno, text)
 

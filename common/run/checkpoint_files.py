@@ -11,6 +11,7 @@ Nothing is pickled.
 """
 
 import json
+import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -38,15 +39,32 @@ def step_of(folder: Path) -> int:
     return step if isinstance(step, int) else -1
 
 
+def number(folder: Path) -> int:
+    """Steps of a folder that is named checkpoint-NNNNNN; -1 if it is not."""
+    digits = folder.name.removeprefix("checkpoint-")
+    return int(digits) if digits.isdecimal() and folder.name == name(int(digits)) else -1
+
+
+def entries(out_dir: str | Path, prefix: str) -> list[Path]:
+    """What stands in the folder of a run under names with this prefix; nothing if there is no such folder.
+
+    Raises:
+        OSError: the folder cannot be read; `Path.glob` would hide that.
+    """
+    try:
+        return [Path(out_dir) / found for found in sorted(os.listdir(out_dir)) if found.startswith(prefix)]
+    except FileNotFoundError:
+        return []
+
+
 def named(out_dir: str | Path) -> list[Path]:
     """Folders that are named checkpoint-NNNNNN, the one with the fewest steps first.
 
     Args:
         out_dir: of the run.
     """
-    numbers = {path: path.name.removeprefix("checkpoint-") for path in Path(out_dir).glob("checkpoint-*")}
-    found = [path for path, number in numbers.items() if number.isdecimal() and path.name == name(int(number))]
-    return sorted((path for path in found if path.is_dir()), key=lambda path: int(numbers[path]))
+    found = [path for path in entries(out_dir, "checkpoint-") if number(path) >= 0 and path.is_dir()]
+    return sorted(found, key=number)
 
 
 def own(out_dir: str | Path) -> list[Path]:
@@ -57,7 +75,7 @@ def own(out_dir: str | Path) -> list[Path]:
     Args:
         out_dir: of the run.
     """
-    return [folder for folder in named(out_dir) if folder.name == name(step_of(folder))]
+    return [folder for folder in named(out_dir) if number(folder) == step_of(folder)]
 
 
 def newest(out_dir: str | Path) -> Path | None:

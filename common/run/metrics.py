@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from common.base import devices, distributed, storage
 from common.generation.batches import RolloutBatch
 from common.maths import advantages
 from common.run import branches
-from common.run.board import Board
 from common.tasks.data import Example
 
 NUM_SAMPLES = 4  # prompts per entry in samples.jsonl
@@ -105,7 +105,8 @@ class Log(StepMetrics):
                         self.out_dir.mkdir(parents=True, exist_ok=True)
                         # -1 in a new run: it evaluates the starting model again
                         keep_lines(self.out_dir / name, start if start else -1)
-                evaluated = _has_evaluation(self.out_dir / "metrics.jsonl", start)
+                with storage.required(self.out_dir / "metrics.jsonl"):
+                    evaluated = _has_evaluation(self.out_dir / "metrics.jsonl", start)
                 self._board = Board(self.out_dir / "tensorboard", start + 1)
                 self._bar = tqdm(initial=start, total=steps, unit="step", dynamic_ncols=True)
         self._start, self._evaluated = start, distributed.any_rank(evaluated)
@@ -276,6 +277,58 @@ class Log(StepMetrics):
         with storage.required(self.out_dir / "metrics.jsonl"):
             storage.append(self.out_dir / "metrics.jsonl", json.dumps(line, allow_nan=False) + "\n")
         self._board.add(line, reopen="seconds_save" in line)
+
+
+class Board:
+    """TensorBoard's copy of metrics.jsonl, which a run can do without: a failure is a warning.
+
+    SummaryWriter writes in a thread, which ends at its first error; later calls raise that error again. So the writer
+    is given up then, and another one opened after a checkpoint has been saved, which shows that the disk takes files.
+    """
+
+    def __init__(self, folder: Path, first_step: int):
+        """Opens a file of events.
+
+        Args:
+            folder: of the files.
+            first_step: of this run; TensorBoard drops events of an earlier run from this step on.
+        """
+        self._folder, self._writer = folder, None
+        with self._optional():
+            self._writer = SummaryWriter(str(folder), purge_step=first_step)
+
+    def add(self, line: dict[str, Any], reopen: bool) -> None:
+        """Adds the floats of a line of metrics.jsonl.
+
+        Args:
+            line: with its step.
+            reopen: also if an earlier line could not be written.
+        """
+        if self._writer is None and not reopen:
+            return
+        with self._optional():
+            self._writer = self._writer or SummaryWriter(str(self._folder))
+            for name, value in line.items():
+                if isinstance(value, float):
+                    self._writer.add_scalar(name, value, line["step"])
+
+    def close(self) -> None:
+        """Writes what is left."""
+        if self._writer is not None:
+            with self._optional():
+                self._writer.close()
+
+    @contextmanager
+    def _optional(self) -> Iterator[None]:
+        with storage.optional(
+            f"{self._folder} could not be written",
+            "the run goes on: metrics.jsonl has the same numbers, TensorBoard those after the next save; mend that",
+        ):
+            try:
+                yield
+            except OSError:
+                self._writer = None
+                raise
 
 
 def mean_scored(parts: Iterable[torch.Tensor]) -> float:

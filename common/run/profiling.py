@@ -32,7 +32,7 @@ def trace(out_dir: str, steps: int) -> Iterator[Callable[[], None]]:
     def write(profiler: profile) -> None:
         order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         table = profiler.key_averages().table(sort_by=order, row_limit=TABLE_ROWS)
-        with storage.optional(f"{folder} could not be written", "the run goes on without its profile"):
+        with storage.optional(f"{folder} could not be written", "the run goes on without its profile; mend that"):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "table.txt").write_text(table, encoding="utf-8")
             profiler.export_chrome_trace(str(folder / "trace.json.gz"))

@@ -37,7 +37,6 @@ OS = (
     "ftruncate",
 )
 READS = ("os.stat", "os.lstat", "os.scandir", "os.listdir")
-CFG = Config(keep_checkpoints=2)
 
 
 class Disk:
@@ -116,8 +115,8 @@ def model():
     return trained(steps=1)
 
 
-def save(out_dir: Path, step: int, model) -> None:
-    checkpoint.save(str(out_dir), step, model[0], TOKENIZER, model[1], step, CFG)
+def save(out_dir: Path, step: int, model, keep: int = 2) -> None:
+    checkpoint.save(str(out_dir), step, model[0], TOKENIZER, model[1], step, Config(keep))
 
 
 def step(log: Log, number: int) -> None:

@@ -106,10 +106,10 @@ def _newest_usable(out_dir: str) -> Path | None:
     """The newest checkpoint that is undamaged and of the branch of metrics.jsonl; None if there is none at all."""
     folders = files.named(out_dir)
     for folder in reversed(folders):
-        found = files.damage(folder) or departure(folder, out_dir)
+        found = files.damage(folder)
         if not found and files.number(folder) != (step := files.step_of(folder)):
             found = f"its {files.STATE} is of step {step}"
-        if not found:
+        if not (found := found or departure(folder, out_dir)):
             return folder
         print(f"warning: {folder} is passed over: {found}", file=sys.stderr, flush=True)
     require(not folders, f"out_dir = {out_dir!r}", "no checkpoint in it can be used, see above",

@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--temperature", type=float, default=1.0, help="with --samples (default: %(default)s)")
     parser.add_argument("--max_new_tokens", type=int, default=128, help="tokens per completion (default: %(default)s)")
     parser.add_argument("--max_prompt_tokens", type=int, default=512, help="longer prompts are dropped and counted")
-    parser.add_argument("--system_prompt", default="", help="prepended to prompts given as text")
+    parser.add_argument("--system_prompt", type=console.text, default="", help="prepended to prompts given as text")
     parser.add_argument("--batch_size", type=int, default=128, help="completions at a time (default: %(default)s)")
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)"

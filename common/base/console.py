@@ -1,5 +1,6 @@
 """Standard output and error that never end a process: a run's results are in its files."""
 
+import codecs
 import contextlib
 import io
 import os
@@ -9,12 +10,14 @@ NAMES = {1: "stdout", 2: "stderr"}
 
 
 def protect() -> None:
-    """Makes every print succeed; call it once, before the first.
+    """Makes every print succeed, and reads UTF-8 from standard input in a locale of ASCII; call it once, at the start.
 
     A character that the encoding lacks is printed as an escape. What cannot be written, since the reader of a pipe or
     the terminal is gone or the disk is full, is dropped, and the other stream says so once. Streams that a notebook or
     a test has put in place are left alone.
     """
+    if type(sys.stdin) is io.TextIOWrapper and codecs.lookup(sys.stdin.encoding).name == "ascii":
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     with contextlib.suppress(OSError):
         for number in NAMES:
             if not _is_open(number):  # a file of ours would get this number, and all that is printed
@@ -29,6 +32,15 @@ def protect() -> None:
             how = dict(line_buffering=stream.line_buffering, write_through=stream.write_through)
             buffer = io.BufferedWriter(_Lasting(number))
             setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", **how))
+
+
+def text(argument: str) -> str:
+    """An argument of the command line as text: a locale of ASCII leaves the bytes of other characters as surrogates."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return os.fsencode(argument).decode(errors="replace")
+    return argument
 
 
 def _is_open(number: int) -> bool:

@@ -35,13 +35,19 @@ def claim(out_dir: str | Path) -> None:
         out_dir: of the run.
 
     Raises:
-        ValueError: another run uses it, it cannot be written, or it is empty or begins with ~.
+        ValueError: another run uses it, it cannot be written, or it is not the name of a folder.
     """
     require(
         str(out_dir).strip() != "" and not str(out_dir).startswith("~"),
         f"out_dir = {str(out_dir)!r}",
         "must name a folder, and only a shell knows what ~ is",
         "write its whole path, or one from here, such as 'runs/a'",
+    )
+    require(
+        str(out_dir).encode(errors="replace").decode() == str(out_dir),
+        f"out_dir = {str(out_dir)!r}",
+        f"holds bytes that are no characters in this locale ({sys.getfilesystemencoding()})",
+        "set PYTHONUTF8=1, or give another out_dir",
     )
     folder = Path(out_dir).resolve()
     if folder in _claimed:

@@ -710,7 +710,7 @@ def machine() -> dict[str, Any]:
     git = {"commit": ["rev-parse", "HEAD"], "changes": ["status", "--porcelain"]}
     for name, arguments in git.items():
         command = ["git", "-C", str(ROOT), *arguments] if shutil.which("git") else ["false"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
         git[name] = done.stdout.strip() if done.returncode == 0 else None  # None outside a repository
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     return {

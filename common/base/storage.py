@@ -130,7 +130,7 @@ def required(path: Path) -> Iterator[None]:
     """Surrounds work on a file that a run cannot do without; its error gets file, free space and remedy.
 
     Args:
-        path: of the file.
+        path: of the file or folder.
 
     Raises:
         OSError: one was raised in the block.
@@ -138,8 +138,9 @@ def required(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        room = free(path if os.path.isdir(path) else path.parent)
         raise OSError(
-            f"{path} could not be read or written, on which {free(path.parent)} is free: {error.strerror or error}; "
+            f"{path} could not be read or written, on which {room} is free: {error.strerror or error}; "
             "mend that, then run the same command: it goes on from its last checkpoint"
         ) from error
 

@@ -105,9 +105,7 @@ def _failure(out_dir: str, step: int, keep: int, error: Exception) -> str:
     with contextlib.suppress(OSError):
         left = files.newest(out_dir)
         room += f" ({found})" if (found := branches.abandoned(out_dir)) else ""
-    goes_on = (
-        f"it goes on from {left}, which is as it was" if left else f"without a checkpoint in {out_dir} it starts anew"
-    )
+    goes_on = f"it goes on from {left}, which is as it was" if left else "it starts anew"
     return (
         f"the checkpoint of step {step} could not be written to {out_dir}, on which {room} is free: {error}. Make room "
         f"(keep_checkpoints = {keep} and one more must fit) or mend what else it says, then run the same command: "
@@ -176,8 +174,9 @@ def _tidy(out_dir: str, keep: int | None = None) -> None:
     failed: list[OSError] = []
     remedy = "the run goes on, and the next save tries again; mend that, or delete it yourself"
     with storage.optional(f"{out_dir}: an old checkpoint could not be deleted", remedy):
-        old = [folder for folder in files.complete(out_dir) if not branches.departure(folder, out_dir)]
-        old = old[:-keep] if keep else []
+        old = []
+        if keep is not None:
+            old = [folder for folder in files.complete(out_dir) if not branches.departure(folder, out_dir)][:-keep]
         for path in [*files.entries(out_dir, branches.WRITING), *old]:
             try:
                 storage.remove(_hide(path) if path in old else path)

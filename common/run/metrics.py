@@ -316,6 +316,7 @@ class Board:
         """Writes what is left."""
         if self._writer is not None:
             with self._optional():
+                self._writer.flush()  # raises what its thread could not write
                 self._writer.close()
 
     @contextmanager
@@ -372,8 +373,8 @@ def keep_lines(path: Path, last_step: int) -> None:
     """
     if not path.exists():
         return
-    kept, removed, text = [], 0, path.read_text(encoding="utf-8", errors="replace")
-    for line in text.split("\n"):
+    kept, removed, content = [], 0, path.read_bytes()
+    for line in content.decode("utf-8", "replace").split("\n"):
         try:
             keep = json.loads(line)["step"] <= last_step
             removed += not keep
@@ -383,13 +384,13 @@ def keep_lines(path: Path, last_step: int) -> None:
                 print(f"warning: {path}: a line that is not one of a step is dropped: {line[:80]!r}")
         if keep:
             kept.append(line + "\n")
-    if "".join(kept) == text:
+    if "".join(kept).encode() == content:
         return
     if removed:
         print(f"{path}: removed {removed} lines of steps that are taken again")
     temporary = path.with_name(f"{branches.WRITING}{path.name}")
     try:
-        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.write_bytes("".join(kept).encode())
         storage.sync(temporary)
         os.replace(temporary, path)
     except OSError:

@@ -136,8 +136,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("failure-is-0", "mask", "common/tasks/reward_client.py", "math.nan if result is None else float",
      "0.0 if result is None else float", "reward_client"),
     # a run and what it writes
-    ("one-checkpoint-less", "off by one", "common/run/checkpoint.py", "old = old[:-keep] if keep",
-     "old = old[: 1 - keep] if keep", "checkpoint"),
+    ("one-checkpoint-less", "off by one", "common/run/checkpoint.py", "departure(folder, out_dir)][:-keep]",
+     "departure(folder, out_dir)][: 1 - keep]", "checkpoint"),
     ("rng-lost", "state", "common/run/checkpoint.py", "random_state.restore(_of_this_rank(folder / files.RNG))",
      "random_state.capture()", "checkpoint"),
     ("lines-of-last-step", "off by one", "common/run/metrics.py", '["step"] <= last_step', '["step"] < last_step',

@@ -52,7 +52,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common.base import distributed
+from common.base import console, distributed
 from common.base.devices import GIB
 from common.planning import cards, layouts, probes
 from common.planning.cards import Card, Machine
@@ -249,6 +249,7 @@ def advice(processes: Sequence[Process], module: ModuleType | None, script: str)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Checks everything and prints on rank 0; returns the exit code, on every rank."""
+    console.protect()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bandwidth", action="store_true", help="measure the bandwidth of copies")
     parser.add_argument("--no-probe", "--no_probe", action="store_true", help="no all-reduce and no copies")

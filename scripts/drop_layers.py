@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common.base import console
 from common.base.checks import require
 from common.model import models, sources
 
@@ -57,6 +58,7 @@ def drop_layers(model: nn.Module, keep: int) -> list[int]:
 
 def main(argv: list[str] | None = None) -> None:
     """Drops the layers and saves the student."""
+    console.protect()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("teacher", help="folder, hub id, or toy-teacher")
     parser.add_argument("student", help="new folder to write")

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common.base import console
 from common.generation import rollout, stopping
 from common.loop.scorer import collate
 from common.model import models, sources
@@ -88,6 +89,7 @@ def sample_metrics(groups: Sequence[Sequence[dict]], num_samples: int) -> dict[s
 
 def main(argv: list[str] | None = None) -> None:
     """Completes every prompt and prints the accuracy."""
+    console.protect()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="'toy', a folder, a checkpoint of a run, or a hub id")
     parser.add_argument("--data", dest="eval_data", help="as train_data of the scripts (default: the run's, or toy)")
@@ -100,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rewards", default="", help="training script whose REWARDS are measured")
     parser.add_argument("--max_new_tokens", type=int, help="tokens per completion (default: the run's, or 128)")
     parser.add_argument("--max_prompt_tokens", type=int, help="longer prompts are dropped (default: the run's, or 512)")
-    parser.add_argument("--system_prompt", help="prepended to prompts given as text (default: the run's)")
+    parser.add_argument("--system_prompt", type=console.text, help="opens every chat (default: the run's)")
     parser.add_argument("--stop_strings", help="JSON list of texts that end a completion (default: the run's)")
     parser.add_argument("--batch_size", type=int, default=128, help="completions at a time (default: %(default)s)")
     parser.add_argument(

@@ -12,6 +12,7 @@ import argparse
 import copy
 import importlib.metadata
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,6 +21,9 @@ import torch
 import transformers
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common.base import console
 
 try:
     import accelerate  # noqa: F401  transformers refuses to read a GGUF file without it
@@ -125,7 +129,7 @@ def check_folder(folder: Path, eos: str, pad: str) -> None:
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     ids = (tokenizer.eos_token_id, tokenizer.pad_token_id)
     decoded = tokenizer.decode(tokenizer.encode(PROBE, add_special_tokens=False))
-    generation = json.loads((folder / "generation_config.json").read_text())
+    generation = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
     sampling = {"do_sample", "temperature", "top_p", "top_k", "repetition_penalty"}
     checks = {
         f"eos and pad are {eos!r} and {pad!r}": (tokenizer.eos_token, tokenizer.pad_token) == (eos, pad),
@@ -148,6 +152,7 @@ def check_folder(folder: Path, eos: str, pad: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Converts and checks the model, and prints a rendered prompt."""
+    console.protect()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("gguf", metavar="GGUF", help="a .gguf file, or the name of an installed package that holds one")
     parser.add_argument("out_folder", metavar="OUT_FOLDER", type=Path, help="new folder for the converted model")

@@ -12,7 +12,11 @@ answer is negative, so a scorer that ignores signs makes no difference.
 import argparse
 import json
 import random
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common.base import console
 
 PROMPT = "What is {problem}? Answer with the number only."
 
@@ -38,6 +42,7 @@ def make_rows(count: int, seed: int) -> list[dict[str, str]]:
 
 def main(argv: list[str] | None = None) -> None:
     """Writes both files."""
+    console.protect()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out_folder", metavar="OUT_FOLDER", type=Path, help="folder for train.jsonl and test.jsonl")
     parser.add_argument("--train", type=int, default=4096, help="rows in train.jsonl (default: %(default)s)")
@@ -53,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     # Test rows come first, so that the test set of a seed does not depend on --train
     for name, part in (("test.jsonl", rows[: args.test]), ("train.jsonl", rows[args.test :])):
         path = args.out_folder / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in part))
+        path.write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
         print(f"{path}: {len(part)} rows, the first: {json.dumps(part[0])}")
 
 

@@ -14,8 +14,12 @@ same correct numbers, so a test row is never a paraphrase of a training row.
 import argparse
 import json
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common.base import console
 
 PROMPT = "Name a two-digit {what}."
 # Few-shot turns before every prompt. Without them a small chat model gives long explanations and is almost never
@@ -113,6 +117,7 @@ def make_rows(count: int, seed: int) -> list[dict[str, str | list]]:
 
 def main(argv: list[str] | None = None) -> None:
     """Writes both files."""
+    console.protect()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out_folder", metavar="OUT_FOLDER", type=Path, help="folder for train.jsonl and test.jsonl")
     parser.add_argument("--train", type=int, default=512, help="rows in train.jsonl (default: %(default)s)")
@@ -128,7 +133,7 @@ def main(argv: list[str] | None = None) -> None:
     # Test rows come first, so that the test set of a seed does not depend on --train
     for name, part in (("test.jsonl", rows[: args.test]), ("train.jsonl", rows[args.test :])):
         path = args.out_folder / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in part))
+        path.write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
         print(f"{path}: {len(part)} rows, the first: {json.dumps(part[0])}")
 
 

@@ -15,11 +15,13 @@ import torch
 from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common.base import console
 from common.model import images, models, sources
 
 
 def main(argv: list[str] | None = None) -> None:
     """Merges the adapters and saves the model."""
+    console.protect()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("adapters", help="folder or hub id with adapter_config.json, such as a checkpoint")
     parser.add_argument("out", help="new folder to write")

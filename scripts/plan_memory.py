@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common.base import devices
+from common.base import console, devices
 from common.base.checks import require
 from common.base.devices import GIB
 from common.planning import advice, layouts, plan
@@ -32,6 +32,7 @@ from common.training import sharding
 
 def main(argv: Sequence[str]) -> int:
     """Prints the plan and its verdict; returns the exit code."""
+    console.protect()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
         usage="%(prog)s SCRIPT [flags of the script] [--gpu-gib GIB] [--cpu-gib GIB] [--ranks N]",

@@ -10,8 +10,12 @@ Reads: lines printed by evaluate.py --samples. Run folders that differ only in a
 import argparse
 import json
 import re
+import sys
 from collections import defaultdict
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common.base import console
 
 try:
     import matplotlib
@@ -85,6 +89,7 @@ def draw(found: dict[str, list[dict]], out: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Reads the evaluations and draws them."""
+    console.protect()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="JSONL printed by evaluate.py --samples N")
     parser.add_argument(

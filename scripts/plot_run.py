@@ -9,9 +9,13 @@ reward functions gets a curve for each.
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common.base import console
 
 try:
     import matplotlib
@@ -153,6 +157,7 @@ def draw(runs: dict[str, list[dict]], out: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Reads the runs and draws them."""
+    console.protect()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="output folder of a training script")
     parser.add_argument("--out", type=Path, default=Path("plot.png"), help="PNG file to write (default: %(default)s)")

@@ -21,6 +21,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common.base import console
 from grpo.poster import layout, records, reward, synthetic, tricks
 from grpo.poster.fonts import Fonts, missing_text
 from grpo.poster.render import render
@@ -143,6 +144,7 @@ def sheet(drawn: list[tuple[Image.Image, list[str]]], columns: int) -> Image.Ima
 
 def main(argv: list[str] | None = None) -> None:
     """Draws and scores the posters."""
+    console.protect()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", metavar="WHAT", nargs="+", help="see above; separated by spaces or commas")
     parser.add_argument(

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common.base import console
 from common.generation import rollout
 from common.model import models, sources
 from common.tasks import data
@@ -33,11 +34,12 @@ def lines_from_terminal() -> Iterator[str]:
 
 def main(argv: list[str] | None = None) -> None:
     """Loads the model and prints completions."""
+    console.protect()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="'toy', a folder, a checkpoint of a run, or a hub id")
-    parser.add_argument("--prompt", default="", help="complete this prompt and exit")
+    parser.add_argument("--prompt", type=console.text, default="", help="complete this prompt and exit")
     parser.add_argument("--chat", action="store_true", help="each prompt continues one conversation")
-    parser.add_argument("--system_prompt", default="", help="system prompt of the conversation")
+    parser.add_argument("--system_prompt", type=console.text, default="", help="of the conversation")
     parser.add_argument("--samples", type=int, default=1, help="completions per prompt (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy (default: %(default)s)")
     parser.add_argument("--max_new_tokens", type=int, default=256, help="tokens per completion (default: %(default)s)")

@@ -6,6 +6,7 @@ with more kills, and prints the table in docs/faults.md.
 """
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -14,6 +15,7 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +24,8 @@ from pathlib import Path
 
 import pytest
 from comparing import comparable
-from conftest import Slow, assert_equal_weights, fault, reward
+from conftest import SCRIPTS, Slow, assert_equal_weights, fault, reward
+from test_console import ASCII
 from test_reward_client import Fake, good, never
 from test_teacher_server import free_port
 
@@ -171,6 +174,68 @@ def test_a_disk_that_goes_away_ends_the_run_with_its_last_checkpoint(launcher, s
         out_dir.unlink()
         away.rename(out_dir)
         assert_same(launcher.run("gspo", out_dir, steps=STEPS).succeeded(), straight)
+
+
+def test_killed_after_it_went_back_it_goes_on_with_the_new_branch(launcher, straight, tmp_path):
+    branch, run_dir = (Path(shutil.copytree(straight.out_dir, tmp_path / name)) for name in ("branch", "run"))
+    options = dict(steps=STEPS + 2, learning_rate=1e-3)
+    alone = launcher.run("gspo", branch, resume=branch / "checkpoint-000002", **options).succeeded()
+    with fault("SIGKILL after going back"):
+        resume = run_dir / "checkpoint-000002"
+        run = launcher.start("gspo", run_dir, rewards=[Slow(0.1)], resume=resume, **options | {"save_every": 100})
+        run.wait_for(lambda: run.steps[-1]["step"] >= 5 and run.steps[-1]["learning_rate"] > 2e-4)
+        run.kill()
+        assert run.checkpoints == ["checkpoint-000002"]
+        again = launcher.run("gspo", run_dir, **options).succeeded()
+        assert f"resuming from {run_dir}/checkpoint-000002" in again.output
+        assert comparable(again.lines) == comparable(alone.lines) and again.samples == alone.samples
+        assert_equal_weights(again.weights(), alone.weights())
+        left = {f"abandoned-checkpoint-{step:06d}" for step in (4, 6)}
+        assert {path.name for path in run_dir.glob("abandoned-*")} == left
+
+
+def without_luxuries(module) -> None:
+    """Old checkpoints cannot be deleted, and TensorBoard and samples.jsonl not be written."""
+
+    def failing(real, word: str, number: int):
+        def call(*arguments, **options):
+            if any(word in str(argument) for argument in arguments):
+                raise OSError(number, os.strerror(number))
+            return real(*arguments, **options)
+
+        return call
+
+    shutil.rmtree = failing(shutil.rmtree, checkpoint.branches.REPLACED, errno.EBUSY)
+    checkpoint.storage.append = failing(checkpoint.storage.append, "samples.jsonl", errno.EDQUOT)
+    metrics.SummaryWriter.add_scalar = failing(metrics.SummaryWriter.add_scalar, "", errno.ENOSPC)
+
+
+def test_a_run_goes_on_without_what_it_can_do_without(launcher, straight, tmp_path):
+    with fault("old checkpoints, TensorBoard and samples.jsonl on a broken disk"):
+        run = launcher.run("gspo", tmp_path, prepare=without_luxuries, steps=STEPS, keep_checkpoints=1).succeeded()
+        for what, why in (
+            ("an old checkpoint could not be deleted", "Device or resource busy; 0.0 GiB remain in"),
+            ("tensorboard could not be written", "No space left"),
+            ("samples.jsonl could", "quota exc"),
+        ):
+            assert len(re.findall(f"warning: .*{what}.*{why}.*the run goes on", run.output)) == 1, run.output
+        assert run.checkpoints == ["checkpoint-000006"] and comparable(run.lines) == comparable(straight.lines)
+        launcher.run("gspo", tmp_path, steps=STEPS + 1, keep_checkpoints=1).succeeded()
+        assert not list(tmp_path.glob(".writing-*"))
+
+
+def test_a_locale_of_ascii_and_a_full_disk_behind_the_output_do_not_end_a_run(launcher, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "what is \u00fc ?", "answer": "\u4e2d"}\n' * 8, encoding="utf-8")
+    with fault("standard output that cannot be written"):
+        for name, stream, locale in (("ascii", tmp_path / "output", ASCII), ("full", "/dev/full", {})):
+            options = dict(steps=1, print_samples=True, train_data=data, eval_data="")
+            command = [sys.executable, SCRIPTS["gspo"], *launcher.options(SCRIPTS["gspo"], tmp_path / name, **options)]
+            environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | locale
+            with open(stream, "wb") as file:
+                code = subprocess.run(command, env=environment, stdout=file, stderr=file, check=False).returncode
+            assert code == 0 and (tmp_path / name / "checkpoint-000001").exists()
+        assert r"answer '\u4e2d'" in (tmp_path / "output").read_text()
 
 
 def slow_disk(module) -> None:

@@ -2,13 +2,19 @@
 
 import json
 import math
+import re
+import resource
+import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from bounds import rounding
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
+from common.base import storage
 from common.generation.batches import RolloutBatch
 from common.run import metrics
 from common.run.metrics import Log, keep_lines
@@ -259,12 +265,60 @@ def test_lines_of_later_steps_and_one_cut_off_are_removed_and_counted(tmp_path, 
         assert path.read_bytes() == kept.encode() and (end or capsys.readouterr().out == "")
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
-def test_a_full_disk_names_the_file_and_what_to_do(log, name):
-    (log.out_dir / name).symlink_to("/dev/full")
-    with pytest.raises(OSError, match=rf"{name}.* free: No space left on device; .* from its last checkpoint"):
+def test_a_full_disk_names_file_and_remedy_and_ends_the_run_only_for_metrics(log, capsys):
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (log.out_dir / name).symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"metrics.jsonl.* free: No space left on device; .* from its last checkpoint"):
         log.eval(1, eval_reward=0.5)
-        log.samples(1, examples(1), scored([1.0]), show=False)
+    for step in (1, 2):
+        log.samples(step, examples(1), scored([1.0]), show=False)
+    said = rf"warning: {log.out_dir}/samples.jsonl could not be written: .*No space left on device; the run goes on"
+    assert len(re.findall(said, capsys.readouterr().err)) == 1  # once
+    (log.out_dir / "samples.jsonl").unlink()
+    log.samples(3, examples(1), scored([1.0]), show=False)
+    assert [line["step"] for line in lines(log, "samples.jsonl")] == [3]
+    (log.out_dir / "samples.jsonl").unlink()
+    (log.out_dir / "samples.jsonl").symlink_to("/dev/full")
+    log.samples(4, examples(1), scored([1.0]), show=False)
+    assert re.search(said, capsys.readouterr().err)  # again after it has worked
+
+
+def test_what_is_written_in_part_is_taken_back(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    storage.append(path, "whole\n")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(OSError):
+            storage.append(path, "does not fit\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text() == "whole\n"
+
+
+def test_tensorboard_on_a_full_disk_is_given_up_until_a_checkpoint_is_saved(log, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # its thread ends
+    monkeypatch.setattr(RecordWriter, "write", full)
+    for step in (1, 2, 3):
+        end_step(log, step)
+        time.sleep(0.05)  # what the thread could not write is raised by a later call
+    assert capsys.readouterr().err.count("tensorboard could not be written: [Errno 28] No space left on device; ") == 1
+    monkeypatch.undo()
+    with log.time_save(3):
+        pass
+    end_step(log, 4)
+    log.close()
+    assert [event.step for event in events(log).Scalars("reward")] == [4]
+    assert len(lines(log)) == 5  # metrics.jsonl has all
+
+
+def events(log) -> EventAccumulator:
+    read = EventAccumulator(str(log.out_dir / "tensorboard"))
+    read.Reload()
+    return read
 
 
 def test_a_resumed_log_goes_on_after_the_checkpoint(tmp_path):
@@ -290,8 +344,6 @@ def test_a_resumed_log_goes_on_after_the_checkpoint(tmp_path):
 
 
 def test_tensorboard_gets_the_same_numbers(log):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     log.add(loss=0.5)
     log.add(0, entropy=0.0)
     line = end_step(log, 1, learning_rate=1e-3)
@@ -299,13 +351,12 @@ def test_tensorboard_gets_the_same_numbers(log):
     with log.time_save(1):
         pass
     log.close()
-    events = EventAccumulator(str(log.out_dir / "tensorboard"))
-    events.Reload()
-    written = set(events.Tags()["scalars"])
+    read = events(log)
+    written = set(read.Tags()["scalars"])
     numbers = {name for name, value in line.items() if isinstance(value, float)}
     assert written == numbers | {"eval_reward", "seconds_save"} and "entropy" not in written
     for name, value in (("loss", 0.5), ("eval_reward", 0.75)):
-        assert [(e.step, e.value) for e in events.Scalars(name)] == [(1, value)]
+        assert [(e.step, e.value) for e in read.Scalars(name)] == [(1, value)]
 
 
 def test_the_console_shows_a_few_numbers(tmp_path, capsys):

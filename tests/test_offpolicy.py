@@ -2,10 +2,12 @@
 student.
 """
 
+import errno
 import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -235,6 +237,15 @@ def test_a_teacher_that_fails_leaves_the_file_as_it_was(tmp_path):
     with pytest.raises(AttributeError):
         known.get(examples(1, 2))
     assert (tmp_path / FILE).read_text() == before and known.get(examples(1)) == [[301, 3]]
+
+
+@pytest.mark.parametrize(("code", "rows"), [(errno.ENOLCK, 2), (errno.EIO, 0)])  # a disk without locks is used
+def test_answers_that_cannot_be_kept_are_used_all_the_same(tmp_path, monkeypatch, capsys, code, rows):
+    monkeypatch.setattr(offpolicy.fcntl, "flock", Mock(side_effect=OSError(code, "said by the disk")))
+    assert_asked(cached(tmp_path), [1], [[1]])
+    assert (tmp_path / FILE).read_text().count("\n") == rows
+    warned = f"warning: {tmp_path / FILE} could not be written: [Errno {code}] said by the disk; the run goes on"
+    assert (warned in capsys.readouterr().err) == (rows == 0)
 
 
 def test_a_recipe_changes_with_the_weights_and_with_any_prompt():

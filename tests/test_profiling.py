@@ -70,6 +70,15 @@ def test_an_error_of_the_run_is_raised(tmp_path):
     assert 3 in traced(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["profile", "profile/trace.json.gz"])
+def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, capsys, name):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to("/dev/full")
+    take_steps(tmp_path, 1)
+    assert f"warning: {tmp_path}/profile could not be written: " in capsys.readouterr().err
+
+
 @pytest.mark.parity
 def test_a_script_is_traced_and_changes_nothing(launcher, tmp_path):
     # few and small micro-batches, so that little is to be written

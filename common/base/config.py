@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-from common.base import option_names, settings
+from common.base import console, option_names, settings
 from common.base.checks import require_numbers
 
 T = TypeVar("T")
@@ -63,6 +63,8 @@ class _Parser(argparse.ArgumentParser):
 def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
     """Reads a Config from the command line: `--name value` is the same as editing the field's line.
 
+    From then on, no print ends the process (`console.protect`).
+
     `--help` shows the fields of `cls` first. Inherited fields follow, grouped by class under the
     first line of the class's docstring.
 
@@ -73,6 +75,7 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
     Raises:
         SystemExit: code 2, for an invalid value or an unknown option; says what its name is here.
     """
+    console.protect()
     parser = _parser(cls)
     return _checked(parser, cls, _values(parser, argv))
 
@@ -92,6 +95,7 @@ def answer_early(script: dict[str, Any]) -> None:
     """
     if script["__name__"] != "__main__":
         return
+    console.protect()
     names = {**vars(settings), **script}
     try:
         body = ast.parse(Path(script["__file__"]).read_bytes()).body

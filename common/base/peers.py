@@ -64,7 +64,7 @@ def is_alive(pid: int) -> bool:
     """
     if Path("/proc/self").exists():
         try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+            return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
         except (FileNotFoundError, ProcessLookupError):
             return False
     try:

@@ -1,21 +1,29 @@
-"""Files of a run: a lock on its folder, checksums, durable and readable writes."""
+"""Files of a run: a lock on its folder, checksums, durable writes, and what happens when one fails."""
 
+import contextlib
+import errno
 import fcntl
+import io
+import itertools
 import os
 import shutil
 import socket
+import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
+
+from tqdm import tqdm
 
 from common.base.checks import require
 
 LOCK = ".lock"  # in the folder of a run; the kernel releases the lock when the process ends, however that happens
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of file systems without locks
 READ_AT_ONCE = 2**24  # bytes
 
-_claimed: dict[Path, IO] = {}  # lock files, open until the process ends
+_claimed: dict[Path, io.FileIO] = {}  # lock files, open until the process ends
+_failing: dict[str, set[int | None]] = {}  # errors of `optional` since its last success
 # a forked process would inherit the lock and may outlive a killed run; closing its copy does not release ours
 os.register_at_fork(after_in_child=lambda: [file.close() for file in _claimed.values()])
 
@@ -27,7 +35,7 @@ def claim(out_dir: str | Path) -> None:
         out_dir: of the run.
 
     Raises:
-        ValueError: another run uses it, it cannot be written, or it is empty or begins with ~.
+        ValueError: another run uses it, it cannot be written, or it is not the name of a folder.
     """
     require(
         str(out_dir).strip() != "" and not str(out_dir).startswith("~"),
@@ -35,31 +43,36 @@ def claim(out_dir: str | Path) -> None:
         "must name a folder, and only a shell knows what ~ is",
         "write its whole path, or one from here, such as 'runs/a'",
     )
+    require(
+        str(out_dir).encode(errors="replace").decode() == str(out_dir),
+        f"out_dir = {str(out_dir)!r}",
+        f"holds bytes that are no characters in this locale ({sys.getfilesystemencoding()})",
+        "set PYTHONUTF8=1, or give another out_dir",
+    )
     folder = Path(out_dir).resolve()
     if folder in _claimed:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        file = os.fdopen(handle, "r+", encoding="utf-8")  # stays open until the process ends
+        file = io.FileIO(handle, "r+")  # stays open until the process ends
     except OSError as error:
         raise ValueError(
             f"out_dir = {str(out_dir)!r}: it cannot be written ({error.strerror}); mend that, or give another out_dir"
         ) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if not isinstance(error, BlockingIOError):  # a file system without locks
-            print(f"warning: {folder} cannot be locked ({error.strerror}): take care that no two runs share it")
-            _claimed[folder] = file
-            return
+    except BlockingIOError as error:
+        owner = file.readall().decode(errors="replace").strip() or "it has just begun"
         raise ValueError(
-            f"out_dir = {str(out_dir)!r}: another run uses it ({file.read().strip() or 'it has just begun'}); give "
-            "another out_dir, or end that run first"
+            f"out_dir = {str(out_dir)!r}: another run uses it ({owner}); give another out_dir, or end that run first"
         ) from error
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+    except OSError as error:
+        print(f"warning: {folder} cannot be locked ({error.strerror}): take care that no two runs share it")
+    else:
+        with contextlib.suppress(OSError):  # who holds the lock is only for the message above
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     _claimed[folder] = file
 
 
@@ -89,28 +102,68 @@ def _crc32(path: Path) -> str:
 
 
 def remove(path: Path) -> None:
-    """Deletes a folder with its content; a symbolic link is deleted, not followed."""
-    path.unlink() if path.is_symlink() else shutil.rmtree(path)
+    """Deletes a file, or a folder with its content; a symbolic link is deleted, not followed."""
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def append(path: Path, text: str) -> None:
-    """Appends text to a file of a run, which is created if it is absent.
+    """Appends text to a file, which is created if it is absent: all of it, or none if an error is raised.
 
     Args:
         path: of the file.
         text: lone surrogates are written as escapes.
+    """
+    data = text.encode("utf-8", "backslashreplace")
+    with open(path, "ab", buffering=0) as file:  # a buffer would be written again on closing
+        end = file.tell()
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(file.fileno(), end)
+            raise
+
+
+@contextlib.contextmanager
+def required(path: Path) -> Iterator[None]:
+    """Surrounds work on a file that a run cannot do without; its error gets file, free space and remedy.
+
+    Args:
+        path: of the file or folder.
 
     Raises:
-        OSError: it could not be written; the message names the file and the remedy.
+        OSError: one was raised in the block.
     """
     try:
-        with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-    except OSError as error:  # a failed write does not name the file
+        yield
+    except OSError as error:
+        room = free(path if os.path.isdir(path) else path.parent)
         raise OSError(
-            f"{path} could not be written, on which {free(path.parent)} is free: {error.strerror}; mend that, then run "
-            "the same command: it goes on from its last checkpoint"
+            f"{path} could not be read or written, on which {room} is free: {error.strerror or error}; "
+            "mend that, then run the same command: it goes on from its last checkpoint"
         ) from error
+
+
+@contextlib.contextmanager
+def optional(failure: str, remedy: str) -> Iterator[None]:
+    """Surrounds work that a run can do without: an OSError becomes a warning.
+
+    The warning is printed once per reason, and again after the work has succeeded in between.
+
+    Args:
+        failure: such as "runs/a/samples.jsonl could not be written"; also tells different work apart.
+        remedy: what to do, and what the run does meanwhile.
+    """
+    try:
+        yield
+    except OSError as error:
+        reasons = _failing.setdefault(failure, set())
+        if error.errno not in reasons:
+            reasons.add(error.errno)
+            tqdm.write(f"warning: {failure}: {error}; {remedy}", file=sys.stderr)
+    else:
+        _failing.pop(failure, None)
 
 
 def free(folder: str | Path) -> str:
@@ -119,6 +172,16 @@ def free(folder: str | Path) -> str:
         return f"{shutil.disk_usage(folder).free / 2**30:.1f} GiB"
     except OSError as error:
         return f"? GiB ({error.strerror})"
+
+
+def size(*folders: Path) -> str:
+    """Size of all files in folders, as text; those that cannot be read do not count."""
+    total = 0
+    for folder, _, names in itertools.chain.from_iterable(map(os.walk, folders)):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_size
+    return f"{total / 2**30:.1f} GiB"
 
 
 def sync(path: Path) -> None:

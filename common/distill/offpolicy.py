@@ -170,7 +170,9 @@ class TeacherAnswers:
                 max_new_tokens=self.recipe["max_new_tokens"],
             )
             rows = [{"index": e.index, "completion_ids": ids} for e, ids in zip(missing, generated, strict=True)]
-            self._append([row | {"check": self._check(row)} for row in rows])
+            with storage.optional(f"{self.path} could not be written", "the run goes on, and these are generated again "
+                                  "after a resume; mend that"):  # fmt: skip
+                self._append([row | {"check": self._check(row)} for row in rows])
             self.known |= {row["index"]: row["completion_ids"] for row in rows}
         return [self.known[e.index] for e in examples]
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase, set_seed
 
-from common.base import config, devices, distributed
+from common.base import config, devices, distributed, storage
 from common.base.checks import require
 from common.generation.batches import RolloutBatch
 from common.loop.policy import Policy
@@ -28,6 +29,7 @@ class Run:
         log: receives metrics; set by `restore`.
         start: steps done when the run was resumed; set by `restore`.
         done: steps done so far.
+        saved: the newest checkpoint of this run, or the one it was resumed from.
         batch: completions of the current step that have no rewards yet. In an outage of the reward
             service they are saved; a resumed run scores them first.
     """
@@ -95,11 +97,17 @@ class Run:
         ranks = distributed.rank(), self.num_ranks
         self.prompts = data.PromptStream(examples, cfg.batch_size, cfg.seed, position, *ranks)
         self.prompts.warn_if_changed(checkpoint.notes(self.checkpoint).get("data"))
-        if distributed.rank() == 0:
-            config.save(cfg, cfg.out_dir)
+        with distributed.share_errors("start"):
+            if distributed.rank() == 0:
+                with storage.required(Path(cfg.out_dir) / "config.json"):
+                    config.save(cfg, cfg.out_dir)
         self.log = metrics.Log(cfg.out_dir, done, cfg.steps, self.gpus.all)
+        with distributed.share_errors("start"):
+            if distributed.rank() == 0:
+                checkpoint.leave(cfg.out_dir, done)
         self.watch = guards.Watch(self.limits, cfg, self.log, done)
         self.start = self.done = done
+        self.saved = self.checkpoint
         self.position = position
         self.pending = checkpoint.pending_rollout(self.checkpoint, policy.home, cfg)
         return self.prompts
@@ -120,7 +128,7 @@ class Run:
         ):
             yield
         self.log.close()
-        distributed.print_main(f"{self.policy.kind} saved in {checkpoint.newest(cfg.out_dir)}")
+        distributed.print_main(f"{self.policy.kind} saved in {self.saved}")
         self.watch.exit_if_collapsed()
         distributed.shutdown()
 
@@ -192,8 +200,10 @@ class Run:
         """
         notes = {"data": self.prompts.fingerprint, **self.notes}
         with self.log.time_save(self.done):
-            checkpoint.save(self.cfg.out_dir, self.done, self.policy.whole, self.tokenizer, self.optimizer,
-                            self.position, self.cfg, notes=notes, rollout=batch, reference=self.frozen)  # fmt: skip
+            self.saved = checkpoint.save(
+                self.cfg.out_dir, self.done, self.policy.whole, self.tokenizer, self.optimizer, self.position, self.cfg,
+                notes=notes, rollout=batch, reference=self.frozen,
+            )  # fmt: skip
 
 
 def load_data(

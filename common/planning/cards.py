@@ -79,7 +79,9 @@ def query() -> Machine:
     answers = []
     for arguments in ([GPU_QUERY, FORMAT], [APP_QUERY, FORMAT], ["-L"]):
         try:
-            run = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=False)
+            run = subprocess.run(
+                ["nvidia-smi", *arguments], capture_output=True, encoding="utf-8", timeout=30, check=False
+            )
         except subprocess.TimeoutExpired:
             return Machine(error="no answer within 30 s")
         if run.returncode:

@@ -1,13 +1,13 @@
 """Saving and resuming a run: `save` after a step, `find` and `load` at the start.
 
 A checkpoint is complete or absent: it is written to a hidden folder, synced and renamed. checkpoint_files.py says
-which files it has; interrupts.py what makes a run save early.
+which files it has; branches.py which one a run starts from; interrupts.py what makes a run save early.
 """
 
+import contextlib
 import dataclasses
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,94 +19,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.base import config, distributed, storage
 from common.generation.batches import RolloutBatch
 from common.model import lora
+from common.run import branches, random_state
 from common.run import checkpoint_files as files
-from common.run import random_state
+from common.run.branches import find, leave
 from common.run.checkpoint_files import is_complete, newest
 from common.training.optim import AdamW
 
-__all__ = ["find", "is_complete", "load", "newest", "notes", "pending_rollout", "reference", "save"]
-WRITING = ".writing-"  # prefix of folders that the next save deletes: half written, or about to be deleted
-REPLACED = f"{WRITING}old-"
+__all__ = ["find", "is_complete", "leave", "load", "newest", "notes", "pending_rollout", "reference", "save"]
 # Settings that may differ when a pending rollout is taken up: completions do not depend on them
 NOT_OF_ROLLOUT = ("reward_url", "reward_patience", "allow_reward_change", "out_dir", "resume", "steps", "save_every",
                   "keep_checkpoints")  # fmt: skip
-
-
-def find(out_dir: str, resume: str) -> Path | None:
-    """The checkpoint that a run starts from; also locks `out_dir` for this run. Called by every rank.
-
-    Args:
-        out_dir: of the run.
-        resume: "auto" (the newest undamaged checkpoint in out_dir, if any), "none" (start anew), or a checkpoint
-            folder. "auto" skips damaged checkpoints with a warning.
-
-    Returns:
-        The folder, or None to start anew.
-
-    Raises:
-        ValueError: the folder named is incomplete or damaged; with "auto", all checkpoints are; with "none", out_dir
-            already holds a run; the folder belongs to another run, and out_dir holds one of its own; another run uses
-            out_dir, or it cannot be written; the ranks see different checkpoints.
-    """
-    folder = None
-    with distributed.share_errors("resume"):
-        if distributed.rank() == 0:
-            if Path(out_dir).is_dir():
-                storage.claim(out_dir)
-            folder = _choose(out_dir, resume)
-            storage.claim(out_dir)
-    folder = distributed.gather_objects(folder)[0]
-    with distributed.share_errors("resume"):
-        if folder is not None and not is_complete(folder):
-            raise ValueError(
-                f"out_dir = {out_dir!r}: rank {distributed.rank()} does not see {folder}, from which rank 0 goes on; "
-                "to resume on several machines, out_dir must be a folder that all of them share"
-            )
-    if resume == "auto":
-        distributed.print_main(f"resuming from {folder}" if folder else f"no checkpoint in {out_dir}: starting anew")
-    return folder
-
-
-def _choose(out_dir: str, resume: str) -> Path | None:
-    if resume == "auto":
-        return _newest_undamaged(out_dir)
-    if resume == "none":
-        if newest(out_dir) or (Path(out_dir) / "metrics.jsonl").exists():
-            raise ValueError(f"out_dir = {out_dir!r} already holds a run: give another out_dir, or resume = 'auto'")
-        return None
-    if found := files.damage(Path(resume)):
-        raise ValueError(
-            f"resume = {resume!r}: not a complete checkpoint, {found}; give a folder checkpoint-NNNNNN with all its "
-            "files, 'auto', or 'none'"
-        )
-    if Path(resume).resolve().parent != Path(out_dir).resolve() and (own := newest(out_dir)):
-        raise ValueError(
-            f"resume = {resume!r}, out_dir = {out_dir!r}: out_dir holds {own.name} of a run of its own, whose lines "
-            "and checkpoints would be mixed with new ones; give another out_dir, or resume = 'auto' to go on from it"
-        )
-    return Path(resume)
-
-
-def _newest_undamaged(out_dir: str) -> Path | None:
-    """The newest checkpoint whose checksums are right; None if there is none at all."""
-    for aside in Path(out_dir).glob(f"{REPLACED}checkpoint-*"):  # the run was killed while it replaced a checkpoint
-        final = aside.with_name(aside.name.removeprefix(REPLACED))
-        if not final.exists() and is_complete(aside):
-            os.rename(aside, final)
-            print(f"{final} was about to be replaced when a run ended: it is back in its place")
-    folders = [path for path in Path(out_dir).glob("checkpoint-*") if path.is_dir() and files.step_of(path) >= 0]
-    folders.sort(key=files.step_of, reverse=True)
-    for folder in folders:
-        found = files.damage(folder)
-        if not found:
-            return folder
-        print(f"warning: {folder} is passed over: {found}", file=sys.stderr, flush=True)
-    if folders:
-        raise ValueError(
-            f"out_dir = {out_dir!r}: no checkpoint in it can be used, see above; put back what is missing, or move "
-            "them away to start anew"
-        )
-    return None
 
 
 def save(
@@ -120,55 +42,82 @@ def save(
     reference: PreTrainedModel | None = None,
     notes: dict[str, Any] | None = None,
     rollout: RolloutBatch | None = None,
-) -> None:
+) -> Path:
     """Saves a checkpoint; called by every rank, written by rank 0.
 
-    A run killed in the middle, or a full disk, leaves the older checkpoints untouched.
+    A run killed in the middle, or a full disk, leaves the older checkpoints untouched. If old ones cannot be deleted,
+    the run goes on with a warning.
 
     Args:
-        out_dir: of the run.
+        out_dir: of the run; a folder.
         step: steps done.
         model: the unwrapped policy; of a sharded one its plain copy.
         tokenizer: saved with it.
         optimizer: its state is saved.
         position: prompts taken from the data so far, over all ranks.
-        cfg: the Config of the run, saved too; its newest `keep_checkpoints` checkpoints are kept.
+        cfg: the Config of the run, saved too; the newest `keep_checkpoints` checkpoints of its branch are kept.
         reference: the frozen model, if it was refreshed.
         notes: JSON values that the function `notes` returns after a resume.
         rollout: completions of the next step that could not be scored; `pending_rollout` returns them.
 
+    Returns:
+        The checkpoint.
+
     Raises:
         OSError: it could not be written; the older checkpoints are untouched.
     """
+    final = Path(out_dir) / files.name(step)
     optimizer_state = optimizer.state_dict()  # a collective, if it is sharded
     rng_by_rank = distributed.gather_objects(random_state.capture())
     rollout_by_rank = distributed.gather_objects(rollout.state_dict() if rollout is not None else None)
     with distributed.share_errors("save"):
         if distributed.rank() != 0:
-            return
+            return final
         tensors = {files.OPTIMIZER: optimizer_state, files.RNG: _prefixed(rng_by_rank)}
         if all(rollout_by_rank):  # those of some ranks alone are useless
             tensors[files.ROLLOUT] = _prefixed(rollout_by_rank)
         state = {"step": step, "position": position, "num_ranks": len(rng_by_rank), "files": {}, "notes": notes or {},
                  "config": dataclasses.asdict(cfg)}  # fmt: skip
-        final = Path(out_dir) / f"checkpoint-{step:06d}"
-        folder = final.with_name(f"{WRITING}{final.name}")
+        folder = branches.unused(final.with_name(f"{branches.WRITING}{final.name}"))
+        _tidy(out_dir)  # makes room
         try:
+            state["metrics"] = _settle_metrics(out_dir, step)
             _write(folder, model, tokenizer, reference, tensors, state)
-        except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
-            shutil.rmtree(folder, ignore_errors=True)
-            left, room = newest(out_dir), storage.free(out_dir)
-            raise OSError(
-                f"the checkpoint of step {step} could not be written to {out_dir}, on which {room} is free: "
-                f"{error}. Make room (keep_checkpoints = {cfg.keep_checkpoints} and one more must fit), then run "
-                "the same command: " + (f"it goes on from {left}, which is as it was" if left else "it starts anew")
-            ) from error
-        except BaseException:  # a second Ctrl-C: delete the partial checkpoint, re-raise
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        _publish(folder, final)
-        _mark_abandoned(out_dir, step)
-        _prune(out_dir, cfg.keep_checkpoints)
+            _publish(folder, final)
+        except BaseException as error:  # also a second Ctrl-C
+            with contextlib.suppress(OSError):
+                shutil.rmtree(folder, ignore_errors=True)
+            if not (isinstance(error, (OSError, SafetensorError)) or type(error) is Exception):  # as tokenizers raises
+                raise
+            raise OSError(_failure(out_dir, step, cfg.keep_checkpoints, error)) from error
+        with storage.optional(
+            f"{out_dir} could not be synced",
+            "the run goes on, and keeps older checkpoints until a save can sync it; mend that",
+        ):
+            storage.sync(Path(out_dir))
+            _tidy(out_dir, cfg.keep_checkpoints)
+    return final
+
+
+def _failure(out_dir: str, step: int, keep: int, error: Exception) -> str:
+    """The message of a checkpoint that could not be written."""
+    left, room = None, storage.free(out_dir)
+    with contextlib.suppress(OSError):
+        left = files.newest(out_dir)
+        room += f" ({found})" if (found := branches.abandoned(out_dir)) else ""
+    goes_on = f"it goes on from {left}, which is as it was" if left else "it starts anew"
+    return (
+        f"the checkpoint of step {step} could not be written to {out_dir}, on which {room} is free: {error}. Make room "
+        f"(keep_checkpoints = {keep} and one more must fit) or mend what else it says, then run the same command: "
+        f"{goes_on}"
+    )
+
+
+def _settle_metrics(out_dir: str, step: int) -> dict[str, Any]:
+    """Syncs metrics.jsonl to disk, so that no power failure leaves it behind the checkpoint; its fingerprint."""
+    if (path := Path(out_dir) / branches.METRICS).exists():
+        storage.sync(path)
+    return branches.fingerprint(out_dir, step)
 
 
 def _write(
@@ -180,9 +129,7 @@ def _write(
     state: dict[str, Any],
 ) -> None:
     """Writes all files of a checkpoint to a new folder and syncs them to disk."""
-    for leftover in folder.parent.glob(f"{WRITING}*"):
-        storage.remove(leftover)
-    folder.mkdir(parents=True)
+    folder.mkdir()
     lora.save(model, folder)
     tokenizer.save_pretrained(folder)
     if reference is not None:
@@ -196,35 +143,49 @@ def _write(
 
 
 def _publish(folder: Path, final: Path) -> None:
-    """Gives a written checkpoint its final name; one that was saved for the same step before is deleted."""
-    replaced = _move_aside(final) if os.path.lexists(final) else None
-    os.rename(folder, final)
-    storage.sync(final.parent)
-    if replaced:
-        storage.remove(replaced)
+    """Gives a written checkpoint its final name; what has this name is set aside, or hidden if it is of this branch."""
+    aside = None
+    if final.is_symlink() or (final in files.own(final.parent) and not branches.departure(final, final.parent)):
+        aside = _hide(final)
+    elif os.path.lexists(final):
+        branches.set_aside(final)
+    try:
+        os.rename(folder, final)
+    except BaseException:
+        if aside is not None:
+            os.rename(aside, final)
+        raise
 
 
-def _mark_abandoned(out_dir: str, step: int) -> None:
-    """Renames later checkpoints: the run went back to an older one, and "auto" must not return to the old branch."""
-    for later in [folder for folder in files.complete(out_dir) if files.step_of(folder) > step]:
-        abandoned = later.with_name(f"abandoned-{later.name}")
-        if os.path.lexists(abandoned):
-            storage.remove(abandoned)
-        os.rename(later, abandoned)
-        print(f"{later} is of steps that are taken again: now {abandoned}")
-
-
-def _prune(out_dir: str, keep: int) -> None:
-    """Deletes all but the newest checkpoints."""
-    for old in files.complete(out_dir)[:-keep]:
-        storage.remove(_move_aside(old))
-
-
-def _move_aside(folder: Path) -> Path:
-    """Renames a checkpoint before it is deleted: if the run is killed meanwhile, the next save deletes the rest."""
-    aside = folder.with_name(f"{REPLACED}{folder.name}")
+def _hide(folder: Path) -> Path:
+    """Renames a checkpoint that is to be deleted, so that a kill leaves no half of it under its name."""
+    aside = branches.unused(folder.with_name(f"{branches.REPLACED}{folder.name}"))
     os.rename(folder, aside)
     return aside
+
+
+def _tidy(out_dir: str, keep: int | None = None) -> None:
+    """Deletes what earlier saves left, and all but the newest checkpoints; a failure is a warning.
+
+    Args:
+        out_dir: of the run.
+        keep: checkpoints to keep; None: all.
+    """
+    failed: list[OSError] = []
+    remedy = "the run goes on, and the next save tries again; mend that, or delete it yourself"
+    with storage.optional(f"{out_dir}: an old checkpoint could not be deleted", remedy):
+        old = []
+        if keep is not None:
+            old = [folder for folder in files.complete(out_dir) if not branches.departure(folder, out_dir)][:-keep]
+        for path in [*files.entries(out_dir, branches.WRITING), *old]:
+            try:
+                storage.remove(_hide(path) if path in old else path)
+            except OSError as error:
+                failed.append(error)
+        if failed:
+            left = [*files.entries(out_dir, branches.WRITING), *filter(Path.exists, old)]
+            text = f"{failed[0].strerror}; {storage.size(*left)} remain in {', '.join(map(str, left))}"
+            raise OSError(failed[0].errno, text)
 
 
 def _prefixed(by_rank: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

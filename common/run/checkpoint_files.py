@@ -3,13 +3,15 @@
 A checkpoint is a transformers folder (model.safetensors, config, tokenizer) with these additions:
     optimizer.safetensors   fp32 master weights and Adam state by parameter name
     rng.safetensors         random number generators of every rank and device
-    state.json              step, data position, Config, notes of the script, size and CRC-32 of every file
+    state.json              step, data position, Config, notes of the script, size and CRC-32 of every file,
+                            fingerprint of metrics.jsonl (branches.py)
     reference/              the frozen model, if it was refreshed during the run
     rollout.safetensors     completions of the next step, if a service went away before they were scored
 Nothing is pickled.
 """
 
 import json
+import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,57 @@ REFERENCE = "reference"
 ROLLOUT = "rollout.safetensors"
 
 
+def name(step: int) -> str:
+    """Name of the checkpoint of a step."""
+    return f"checkpoint-{step:06d}"
+
+
 def step_of(folder: Path) -> int:
-    """Steps done at a checkpoint; -1 if the name is not checkpoint-NUMBER."""
-    number = folder.name.removeprefix("checkpoint-")
-    return int(number) if number.isdecimal() else -1
+    """Steps done at a checkpoint, from its state.json; -1 if that cannot be read."""
+    try:
+        step = read_state(folder)["step"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return -1
+    return step if isinstance(step, int) else -1
+
+
+def number(folder: Path) -> int:
+    """Steps of a folder that is named checkpoint-NNNNNN; -1 if it is not."""
+    digits = folder.name.removeprefix("checkpoint-")
+    return int(digits) if digits.isdecimal() and folder.name == name(int(digits)) else -1
+
+
+def entries(out_dir: str | Path, prefix: str) -> list[Path]:
+    """What stands in the folder of a run under names with this prefix; nothing if there is no such folder.
+
+    Raises:
+        OSError: the folder cannot be read; `Path.glob` would hide that.
+    """
+    try:
+        return [Path(out_dir) / found for found in sorted(os.listdir(out_dir)) if found.startswith(prefix)]
+    except FileNotFoundError:
+        return []
+
+
+def named(out_dir: str | Path) -> list[Path]:
+    """Folders that are named checkpoint-NNNNNN, the one with the fewest steps first.
+
+    Args:
+        out_dir: of the run.
+    """
+    found = [path for path in entries(out_dir, "checkpoint-") if number(path) >= 0 and path.is_dir()]
+    return sorted(found, key=number)
+
+
+def own(out_dir: str | Path) -> list[Path]:
+    """Checkpoints of a run, the one with the fewest steps first, damaged ones included.
+
+    Nothing else is renamed or deleted: a folder with another name than that of its step is the user's.
+
+    Args:
+        out_dir: of the run.
+    """
+    return [folder for folder in named(out_dir) if number(folder) == step_of(folder)]
 
 
 def newest(out_dir: str | Path) -> Path | None:
@@ -35,7 +84,7 @@ def newest(out_dir: str | Path) -> Path | None:
     Args:
         out_dir: of the run.
     """
-    return max(complete(out_dir), key=step_of, default=None)
+    return next(reversed(complete(out_dir)), None)
 
 
 def complete(out_dir: str | Path) -> list[Path]:
@@ -44,7 +93,7 @@ def complete(out_dir: str | Path) -> list[Path]:
     Args:
         out_dir: of the run.
     """
-    return sorted(filter(is_complete, Path(out_dir).glob("checkpoint-*")), key=step_of)
+    return list(filter(is_complete, own(out_dir)))
 
 
 def is_complete(folder: str | Path) -> bool:
@@ -70,13 +119,24 @@ def damage(folder: Path, thorough: bool = True) -> str:
         return f"{STATE} cannot be read ({error.strerror})"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # truncated, or written by something else
         return f"{STATE} cannot be read"
+    try:
+        return _wrong_size(folder, sizes) or (_wrong_content(folder, state, files) if thorough else "")
+    except OSError as error:
+        return f"{Path(error.filename or STATE).name} cannot be read ({error.strerror})"
+
+
+def _wrong_size(folder: Path, sizes: dict[str, int]) -> str:
+    """The first file that is missing or has another size, as text."""
     for name, size in sizes.items():
         if Path(name).is_absolute() or ".." in Path(name).parts or not (folder / name).is_file():
             return f"{name} is missing"
         if (found := (folder / name).stat().st_size) != size:
             return f"{name} has {found} bytes of {size}"
-    if not thorough:
-        return ""
+    return ""
+
+
+def _wrong_content(folder: Path, state: dict[str, Any], files: dict[str, dict[str, int | str]]) -> str:
+    """The first file that has another checksum, as text."""
     if "crc32" in state and state["crc32"] != _crc32(state):
         return f"{STATE} was edited"
     known = [name for name, was in files.items() if "crc32" in was]
@@ -88,7 +148,7 @@ def damage(folder: Path, thorough: bool = True) -> str:
 
 def read_state(folder: Path) -> dict[str, Any]:
     """The content of state.json."""
-    return json.loads((folder / STATE).read_text())
+    return json.loads((folder / STATE).read_text(encoding="utf-8"))
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
@@ -99,7 +159,8 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
         state: JSON values.
     """
     state = json.loads(json.dumps(state))  # as it will be read: keys of notes become strings
-    (folder / STATE).write_text(json.dumps({**state, "crc32": _crc32(state)}, indent=1))
+    text = json.dumps({**state, "crc32": _crc32(state)}, indent=1)
+    (folder / STATE).write_text(text, encoding="utf-8")
 
 
 def _crc32(state: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,8 @@ def stop_on_signal() -> Iterator[list[str]]:
         first = time.monotonic()
         received.append(signal.Signals(number).name)
         if distributed.rank() == 0:  # not print: the signal may have interrupted one
-            os.write(2, f"\n{received[0]}: finishing this step, then saving; once more stops at once\n".encode())
+            with suppress(OSError):  # the terminal may be gone
+                os.write(2, f"\n{received[0]}: finishing this step, then saving; once more stops at once\n".encode())
 
     before = {number: signal.signal(number, record) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

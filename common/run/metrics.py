@@ -3,6 +3,7 @@
 The README of each algorithm explains its metrics.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from tqdm import tqdm
 from common.base import devices, distributed, storage
 from common.generation.batches import RolloutBatch
 from common.maths import advantages
+from common.run import branches
 from common.tasks.data import Example
 from common.tasks.scoring import Scored
 
@@ -99,14 +101,17 @@ class Log(StepMetrics):
         self.out_dir, self.gpus, self.is_main = Path(out_dir), gpus, distributed.rank() == 0
         self._warned: set[str] = set()
         evaluated = False
-        if self.is_main:
-            self.out_dir.mkdir(parents=True, exist_ok=True)
-            for name in ("metrics.jsonl", "samples.jsonl"):
-                # -1 in a new run: it evaluates the starting model again
-                keep_lines(self.out_dir / name, start if start else -1)
-            evaluated = _has_evaluation(self.out_dir / "metrics.jsonl", start)
-            self._board = SummaryWriter(str(self.out_dir / "tensorboard"), purge_step=start + 1)
-            self._bar = tqdm(initial=start, total=steps, unit="step", dynamic_ncols=True)
+        with distributed.share_errors("log"):
+            if self.is_main:
+                for name in ("metrics.jsonl", "samples.jsonl"):
+                    with storage.required(self.out_dir / name):
+                        self.out_dir.mkdir(parents=True, exist_ok=True)
+                        # -1 in a new run: it evaluates the starting model again
+                        keep_lines(self.out_dir / name, start if start else -1)
+                with storage.required(self.out_dir / "metrics.jsonl"):
+                    evaluated = _has_evaluation(self.out_dir / "metrics.jsonl", start)
+                self._board = Board(self.out_dir / "tensorboard", start + 1)
+                self._bar = tqdm(initial=start, total=steps, unit="step", dynamic_ncols=True)
         self._start, self._evaluated = start, distributed.any_rank(evaluated)
 
     def add_batch(self, batch: RolloutBatch) -> None:
@@ -244,7 +249,9 @@ class Log(StepMetrics):
             lines.append(json.dumps(line, ensure_ascii=False) + "\n")
             if show:
                 self.print_above_bar(f"step {step}, reward {reward:.3g}, answer {example.answer!r}: {completion!r}")
-        storage.append(self.out_dir / "samples.jsonl", "".join(lines))
+        path = self.out_dir / "samples.jsonl"
+        with storage.optional(f"{path} could not be written", "the run goes on without these samples; mend that"):
+            storage.append(path, "".join(lines))
 
     def print_above_bar(self, text: str) -> None:
         """Prints a line on rank 0 above the progress bar, without breaking it."""
@@ -273,10 +280,62 @@ class Log(StepMetrics):
     def _write(self, line: dict[str, Any]) -> None:
         """Appends a line to metrics.jsonl and TensorBoard."""
         line = {name: _finite(value) for name, value in line.items()}
-        storage.append(self.out_dir / "metrics.jsonl", json.dumps(line, allow_nan=False) + "\n")
-        for name, value in line.items():
-            if isinstance(value, float):
-                self._board.add_scalar(name, value, line["step"])
+        with storage.required(self.out_dir / "metrics.jsonl"):
+            storage.append(self.out_dir / "metrics.jsonl", json.dumps(line, allow_nan=False) + "\n")
+        self._board.add(line, reopen="seconds_save" in line)
+
+
+class Board:
+    """TensorBoard's copy of metrics.jsonl, which a run can do without: a failure is a warning.
+
+    SummaryWriter writes in a thread, which ends at its first error; later calls raise that error again. So the writer
+    is given up then, and another one opened after a checkpoint has been saved, which shows that the disk takes files.
+    """
+
+    def __init__(self, folder: Path, first_step: int):
+        """Opens a file of events.
+
+        Args:
+            folder: of the files.
+            first_step: of this run; TensorBoard drops events of an earlier run from this step on.
+        """
+        self._folder, self._writer = folder, None
+        with self._optional():
+            self._writer = SummaryWriter(str(folder), purge_step=first_step)
+
+    def add(self, line: dict[str, Any], reopen: bool) -> None:
+        """Adds the floats of a line of metrics.jsonl.
+
+        Args:
+            line: with its step.
+            reopen: also if an earlier line could not be written.
+        """
+        if self._writer is None and not reopen:
+            return
+        with self._optional():
+            self._writer = self._writer or SummaryWriter(str(self._folder))
+            for name, value in line.items():
+                if isinstance(value, float):
+                    self._writer.add_scalar(name, value, line["step"])
+
+    def close(self) -> None:
+        """Writes what is left."""
+        if self._writer is not None:
+            with self._optional():
+                self._writer.flush()  # raises what its thread could not write
+                self._writer.close()
+
+    @contextmanager
+    def _optional(self) -> Iterator[None]:
+        with storage.optional(
+            f"{self._folder} could not be written",
+            "the run goes on: metrics.jsonl has the same numbers, TensorBoard those after the next save; mend that",
+        ):
+            try:
+                yield
+            except OSError:
+                self._writer = None
+                raise
 
 
 def mean_rewards(parts: Iterable[Scored]) -> dict[str, float]:
@@ -344,8 +403,8 @@ def keep_lines(path: Path, last_step: int) -> None:
     """
     if not path.exists():
         return
-    kept, removed = [], 0
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+    kept, removed, content = [], 0, path.read_bytes()
+    for line in content.decode("utf-8", "replace").split("\n"):
         try:
             keep = json.loads(line)["step"] <= last_step
             removed += not keep
@@ -355,12 +414,19 @@ def keep_lines(path: Path, last_step: int) -> None:
                 print(f"warning: {path}: a line that is not one of a step is dropped: {line[:80]!r}")
         if keep:
             kept.append(line + "\n")
+    if "".join(kept).encode() == content:
+        return
     if removed:
         print(f"{path}: removed {removed} lines of steps that are taken again")
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    storage.sync(temporary)
-    os.replace(temporary, path)
+    temporary = path.with_name(f"{branches.WRITING}{path.name}")
+    try:
+        temporary.write_bytes("".join(kept).encode())
+        storage.sync(temporary)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def _has_evaluation(path: Path, step: int) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from common.base import distributed
+from common.base import distributed, storage
 
 SKIPPED = 2  # steps before the trace: compilation and first allocations
 TABLE_ROWS = 40
@@ -28,13 +28,14 @@ def trace(out_dir: str, steps: int) -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
     folder = Path(out_dir) / "profile"
-    folder.mkdir(parents=True, exist_ok=True)
 
     def write(profiler: profile) -> None:
-        profiler.export_chrome_trace(str(folder / "trace.json.gz"))
-        on_gpu = torch.cuda.is_available()
-        order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
-        (folder / "table.txt").write_text(profiler.key_averages().table(sort_by=order, row_limit=TABLE_ROWS))
+        order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        table = profiler.key_averages().table(sort_by=order, row_limit=TABLE_ROWS)
+        with storage.optional(f"{folder} could not be written", "the run goes on without its profile; mend that"):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "table.txt").write_text(table, encoding="utf-8")
+            profiler.export_chrome_trace(str(folder / "trace.json.gz"))
 
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     plan = schedule(skip_first=SKIPPED - 1, wait=0, warmup=1, active=steps, repeat=1)

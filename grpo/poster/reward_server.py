@@ -86,7 +86,7 @@ class Config:
     @cached_property
     def secret(self) -> str:
         """The token, from option, file or environment."""
-        from_file = Path(self.token_file).read_text() if self.token_file else ""
+        from_file = Path(self.token_file).read_text(encoding="utf-8") if self.token_file else ""
         sources = (self.token, from_file, os.environ.get("RL_HAND_REWARD_TOKEN", ""))
         return next(filter(None, map(str.strip, sources)), "")
 

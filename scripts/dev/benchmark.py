@@ -542,7 +542,7 @@ def run(
                 os.killpg(process.pid, signal.SIGKILL)  # and its children
             process.wait()
     if not wanted():
-        last = log.read_text(errors="replace").replace("\r", "\n").rstrip().split("\n")[-20:]
+        last = log.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").rstrip().split("\n")[-20:]
         raise RuntimeError("\n".join([shlex.join(command), *last, f"({how}; all of it: {log})"]))
 
 
@@ -594,7 +594,7 @@ def measure(name: str, setting: Setting, args: argparse.Namespace, extra: list[s
 
     began = time.monotonic()
     run(command, folder, done, args.timeout, args.ranks)
-    lines, cfg = read_steps(folder / "run")[: args.steps], json.loads((folder / "run" / "config.json").read_text())
+    lines, cfg = read_steps(folder / "run")[: args.steps], json.loads((folder / "run" / "config.json").read_bytes())
     shape, (bandwidth, peak) = shape_of(policy), CARDS.get(card(setting.device), (None, None))
     other = shape_of(teacher) if teacher else None
     planned = planned_gib(script, command[command.index(str(Path(script).resolve())) + 1 :], args.ranks, setting)
@@ -670,7 +670,7 @@ def run_peer(
     (folder / peer).mkdir()
     one_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # TRL must see one GPU only
     run(command, folder / peer, out.exists, args.timeout, CUDA_VISIBLE_DEVICES=one_gpu)
-    measured = json.loads(out.read_text())
+    measured = json.loads(out.read_text(encoding="utf-8"))
     for name in ("seconds", "seconds_rollout", "completion_length"):
         measured[name] = statistics.median(measured[name][args.warmup :])
     for name in {"memory_gib", "loss_memory_gib"} & measured.keys():
@@ -700,7 +700,7 @@ def card(device: str = "auto") -> str:
     """Name of the GPU, or "CPU" and the processor's name."""
     if pick_device(device).type == "cuda":
         return torch.cuda.get_device_name(0)
-    about = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    about = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
     names = [line.partition(":")[2].strip() for line in about.splitlines() if line.startswith("model name")]
     return f"CPU, {names[0] if names else platform.machine()}"
 
@@ -710,7 +710,7 @@ def machine() -> dict[str, Any]:
     git = {"commit": ["rev-parse", "HEAD"], "changes": ["status", "--porcelain"]}
     for name, arguments in git.items():
         command = ["git", "-C", str(ROOT), *arguments] if shutil.which("git") else ["false"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
         git[name] = done.stdout.strip() if done.returncode == 0 else None  # None outside a repository
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     return {

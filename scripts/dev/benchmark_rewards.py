@@ -119,7 +119,7 @@ def main(cfg: Config) -> None:
     if not url:
         command = [sys.executable, str(ROOT / "grpo" / "poster" / "reward_server.py"), "--port", "0",
                    "--workers", str(cfg.workers)]  # fmt: skip
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8")
         said = ""
         while "ready, " not in said:
             said = server.stdout.readline()

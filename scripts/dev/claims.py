@@ -746,7 +746,7 @@ def main(argv: list[str] | None = None) -> int:
     print(table, end="")
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(table)
+        args.out.write_text(table, encoding="utf-8")
     return int(any(row.holds is False for row in rows))
 
 

@@ -135,8 +135,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("failure-is-0", "mask", "common/tasks/reward_client.py", "math.nan if result is None else float",
      "0.0 if result is None else float", "reward_client"),
     # a run and what it writes
-    ("one-checkpoint-less", "off by one", "common/run/checkpoint.py", "files.complete(out_dir)[:-keep]",
-     "files.complete(out_dir)[: 1 - keep]", "checkpoint"),
+    ("one-checkpoint-less", "off by one", "common/run/checkpoint.py", "departure(folder, out_dir)][:-keep]",
+     "departure(folder, out_dir)][: 1 - keep]", "checkpoint"),
     ("rng-lost", "state", "common/run/checkpoint.py", "random_state.restore(_of_this_rank(folder / files.RNG))",
      "random_state.capture()", "checkpoint"),
     ("lines-of-last-step", "off by one", "common/run/metrics.py", '["step"] <= last_step', '["step"] < last_step',
@@ -311,7 +311,7 @@ def kill(pid: int) -> None:
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+            parents[int(path.parent.name)] = int(path.read_bytes().rpartition(b")")[2].split()[1])
     family = [pid]
     for member in family:  # grows during the loop
         family += [child for child, parent in parents.items() if parent == member]
@@ -372,7 +372,7 @@ def void(results: dict[str, Result], tests: Tests) -> None:
 def known(out: Path) -> dict[str, Result]:
     """Results of an earlier run for mutations that have not changed since."""
     file = out.with_suffix(".jsonl")
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
     results = {line["mutation"][0]: Result(**line) for line in lines}
     own = {mutation.name: list(mutation) for mutation in MUTATIONS}
     same = {name: r for name, r in results.items() if name in own and own[name][2:5] == r.mutation[2:5]}

@@ -74,8 +74,8 @@ class Soak:
         self.running: dict[str, subprocess.Popen] = {}
         self.logs: dict[str, Path] = {}
         rows = [synthetic.record(seed, 0) for seed in range(500)]
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (folder / "slow_scorer.py").write_text(SCORER)
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        (folder / "slow_scorer.py").write_text(SCORER, encoding="utf-8")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -122,7 +122,7 @@ class Soak:
         server = self.running.pop("reward_server")
         server.kill()
         server.wait()
-        idle = "ready, " in self.logs["reward_server"].read_text()
+        idle = "ready, " in self.logs["reward_server"].read_text(encoding="utf-8")
         return "scoring" if self.mark.exists() else "ready" if idle else "starting"
 
     def train_with_kills(self) -> str:
@@ -145,7 +145,7 @@ class Soak:
         self.wait(lambda: time.monotonic() > begin + seconds, seconds + PATIENCE)
         self.running["poster_grpo"].terminate()  # it finishes its step, and saves
         self.end("poster_grpo")
-        noticed = self.logs["poster_grpo"].read_text().count(": going on")
+        noticed = self.logs["poster_grpo"].read_text(encoding="utf-8").count(": going on")
         return f"{hit.total()} kills of a server that was {dict(hit)}; {noticed} outages noticed by the training"
 
     def train_straight(self) -> None:
@@ -165,7 +165,8 @@ def _end_with_parent() -> None:
 def _lines(run: Path) -> list[dict[str, Any]]:
     """Lines of a run's metrics.jsonl, without durations and memory."""
     path = run / "metrics.jsonl"
-    text = path.read_text().rpartition("\n")[0] if path.exists() else ""  # drop a line that is still being written
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    text = text.rpartition("\n")[0]  # drop a line that is still being written
     kept = [line for line in map(json.loads, text.splitlines()) if "seconds_save" not in line]
     return [{k: v for k, v in line.items() if not k.startswith(MEASURED)} for line in kept]
 

@@ -36,6 +36,8 @@ CALLS_OF = {"os.system", "yaml.load", "yaml.load_all", "torch.load", "torch.hub.
 BUILT_IN = {"eval", "exec", "compile", "__import__"}
 OPTIONS = {"shell": True, "verify": False, "allow_pickle": True, "weights_only": False}
 ALLOWED = {
+    ("common/base/config.py", "exec"): "the Config of the script that the user has started, from its own text",
+    ("common/base/config.py", "compile"): "the same",
     ("common/planning/layouts.py", "spec_from_file_location"): "a script that the user names, to read its constants",
     ("grpo/poster/assessors.py", "multiprocessing"): "a pipe between the server and a process that it started itself: "
     "what came over HTTP has been made into texts and numbers before it goes there",

@@ -4,6 +4,7 @@ Run: python scripts/dev/coming_from.py
 """
 
 import itertools
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -70,6 +71,7 @@ def page() -> str:
             entries.setdefault((row.here, row.note), []).append(f"{names} ({', '.join(row.toolkits)})")
         for (here, note), names in entries.items():
             text = " and ".join(f"**`{name}`**" for name in here) or "not here"
+            note = re.sub(r"\*_\w+\.py", r"`\g<0>`", note)  # or two of them would be emphasis
             line = f"- {', '.join(names)}: {text}{f'; {note}' if note else ''}"
             wrapped = textwrap.wrap(line, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
             parts.append("\n".join(wrapped) + "\n")

@@ -48,6 +48,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+
+def option_parser() -> argparse.ArgumentParser:
+    """The options of the command line."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--bandwidth", action="store_true", help="measure the bandwidth of copies")
+    found.add_argument("--no-probe", "--no_probe", action="store_true", help="no all-reduce and no copies")
+    found.add_argument("--timeout", type=float, default=60.0, help="seconds for an all-reduce (default: %(default)s)")
+    found.add_argument("script", nargs="?", help="training script")
+    found.add_argument("flags", nargs=argparse.REMAINDER, help="options of the script")
+    return found
+
+
+if __name__ == "__main__":
+    option_parser().parse_args()  # answers --help and wrong options before torch is imported, which takes seconds
+
 import torch
 import torch.distributed as dist
 
@@ -250,12 +265,7 @@ def advice(processes: Sequence[Process], module: ModuleType | None, script: str)
 def main(argv: Sequence[str] | None = None) -> int:
     """Checks everything and prints on rank 0; returns the exit code, on every rank."""
     console.protect()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bandwidth", action="store_true", help="measure the bandwidth of copies")
-    parser.add_argument("--no-probe", "--no_probe", action="store_true", help="no all-reduce and no copies")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for an all-reduce (default: %(default)s)")
-    parser.add_argument("script", nargs="?", help="training script")
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help="options of the script")
+    parser = option_parser()
     args = parser.parse_args(argv)
     if not 0 < args.timeout < math.inf:
         parser.error(f"--timeout {args.timeout:g}: must be a number of seconds above 0; 60 is usual")

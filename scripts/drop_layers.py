@@ -11,6 +11,19 @@ import sys
 import tempfile
 from pathlib import Path
 
+
+def option_parser() -> argparse.ArgumentParser:
+    """The options of the command line."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("teacher", help="folder, hub id, or toy-teacher")
+    found.add_argument("student", help="new folder to write")
+    found.add_argument("--keep", type=int, default=0, help="layers to keep; 0: half of them (default: %(default)s)")
+    return found
+
+
+if __name__ == "__main__":
+    option_parser().parse_args()  # answers --help and wrong options before torch is imported, which takes seconds
+
 import torch
 from torch import nn
 
@@ -59,10 +72,7 @@ def drop_layers(model: nn.Module, keep: int) -> list[int]:
 def main(argv: list[str] | None = None) -> None:
     """Drops the layers and saves the student."""
     console.protect()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("teacher", help="folder, hub id, or toy-teacher")
-    parser.add_argument("student", help="new folder to write")
-    parser.add_argument("--keep", type=int, default=0, help="layers to keep; 0: half of them (default: %(default)s)")
+    parser = option_parser()
     args = parser.parse_args(argv)
     if Path(args.student).exists():
         parser.error(f"{args.student} exists already: choose another folder")

@@ -27,10 +27,39 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.base import console
+
+
+def option_parser() -> argparse.ArgumentParser:
+    """The options of the command line."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("model", help="'toy', a folder, a checkpoint of a run, or a hub id")
+    found.add_argument("--data", dest="eval_data", help="as train_data of the scripts (default: the run's, or toy)")
+    found.add_argument("--split", default="test", help="split of a hub data set (default: %(default)s)")
+    found.add_argument("--examples", type=int, default=0, help="evaluate the first N rows; 0: all")
+    found.add_argument(
+        "--samples", type=int, default=0, help="completions per prompt at --temperature; 0: one greedy completion"
+    )
+    found.add_argument("--temperature", type=float, default=1.0, help="with --samples (default: %(default)s)")
+    found.add_argument("--rewards", default="", help="training script whose REWARDS are measured")
+    found.add_argument("--max_new_tokens", type=int, help="tokens per completion (default: the run's, or 128)")
+    found.add_argument("--max_prompt_tokens", type=int, help="longer prompts are dropped (default: the run's, or 512)")
+    found.add_argument("--system_prompt", type=console.text, help="opens every chat (default: the run's)")
+    found.add_argument("--stop_strings", help="JSON list of texts that end a completion (default: the run's)")
+    found.add_argument("--batch_size", type=int, default=128, help="completions at a time (default: %(default)s)")
+    found.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
+    found.add_argument("--dtype", default="auto", help="auto, fp32, bf16 or fp16 (default: %(default)s)")
+    found.add_argument("--seed", type=int, default=0, help="seed of sampling (default: %(default)s)")
+    found.add_argument("--out", default="", help="JSONL file for prompts, completions and scores")
+    return found
+
+
+if __name__ == "__main__":
+    option_parser().parse_args()  # answers --help and wrong options before torch is imported, which takes seconds
+
+import torch
+
 from common.generation import rollout, stopping
 from common.loop.scorer import collate
 from common.model import models, sources
@@ -90,27 +119,7 @@ def sample_metrics(groups: Sequence[Sequence[dict]], num_samples: int) -> dict[s
 def main(argv: list[str] | None = None) -> None:
     """Completes every prompt and prints the accuracy."""
     console.protect()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="'toy', a folder, a checkpoint of a run, or a hub id")
-    parser.add_argument("--data", dest="eval_data", help="as train_data of the scripts (default: the run's, or toy)")
-    parser.add_argument("--split", default="test", help="split of a hub data set (default: %(default)s)")
-    parser.add_argument("--examples", type=int, default=0, help="evaluate the first N rows; 0: all")
-    parser.add_argument(
-        "--samples", type=int, default=0, help="completions per prompt at --temperature; 0: one greedy completion"
-    )
-    parser.add_argument("--temperature", type=float, default=1.0, help="with --samples (default: %(default)s)")
-    parser.add_argument("--rewards", default="", help="training script whose REWARDS are measured")
-    parser.add_argument("--max_new_tokens", type=int, help="tokens per completion (default: the run's, or 128)")
-    parser.add_argument("--max_prompt_tokens", type=int, help="longer prompts are dropped (default: the run's, or 512)")
-    parser.add_argument("--system_prompt", type=console.text, help="opens every chat (default: the run's)")
-    parser.add_argument("--stop_strings", help="JSON list of texts that end a completion (default: the run's)")
-    parser.add_argument("--batch_size", type=int, default=128, help="completions at a time (default: %(default)s)")
-    parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)"
-    )
-    parser.add_argument("--dtype", default="auto", help="auto, fp32, bf16 or fp16 (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of sampling (default: %(default)s)")
-    parser.add_argument("--out", default="", help="JSONL file for prompts, completions and scores")
+    parser = option_parser()
     args = parser.parse_args(argv)
     state = run_state(args.model)
     options = state.get("config", {})
@@ -139,7 +148,8 @@ def main(argv: list[str] | None = None) -> None:
         hint = "" if args.rewards else " (--rewards SCRIPT measures those)"
         print(f"measured: {measured}; rewards of the run: {trained}{hint}", file=sys.stderr)
 
-    tokenizer, model = models.load_policy(args.model, torch.device(args.device), args.dtype)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer, model = models.load_policy(args.model, torch.device(device), args.dtype)
     examples = data.load_examples(
         args.eval_data, tokenizer, args.max_prompt_tokens, split=args.split,
         apply_chat_template=args.apply_chat_template, system_prompt=args.system_prompt,

@@ -20,6 +20,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+
+def option_parser() -> argparse.ArgumentParser:
+    """The options of the command line."""
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        usage="%(prog)s SCRIPT [flags of the script] [--gpu-gib GIB] [--cpu-gib GIB] [--ranks N]",
+    )  # fmt: skip
+    found.add_argument("--gpu-gib", "--gpu_gib", type=float, action="append", default=[], metavar="GIB", help="memory "
+                        "of every GPU, or repeated for each GPU (default: free memory of those here)")  # fmt: skip
+    found.add_argument("--cpu-gib", "--cpu_gib", type=float, metavar="GIB", help="CPU memory (default: "
+                        "this machine's, unless --gpu-gib is given)")  # fmt: skip
+    found.add_argument("--ranks", type=int, default=1, metavar="N", help="processes that torchrun starts")
+    return found
+
+
+if __name__ == "__main__":
+    option_parser().parse_known_args()  # answers --help and wrong options before torch is imported, which takes seconds
+
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -33,15 +51,7 @@ from common.training import sharding
 def main(argv: Sequence[str]) -> int:
     """Prints the plan and its verdict; returns the exit code."""
     console.protect()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-        usage="%(prog)s SCRIPT [flags of the script] [--gpu-gib GIB] [--cpu-gib GIB] [--ranks N]",
-    )  # fmt: skip
-    parser.add_argument("--gpu-gib", "--gpu_gib", type=float, action="append", default=[], metavar="GIB", help="memory "
-                        "of every GPU, or repeated for each GPU (default: free memory of those here)")  # fmt: skip
-    parser.add_argument("--cpu-gib", "--cpu_gib", type=float, metavar="GIB", help="CPU memory (default: "
-                        "this machine's, unless --gpu-gib is given)")  # fmt: skip
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="processes that torchrun starts")
+    parser = option_parser()
     own, rest = parser.parse_known_args(argv)
     if not rest or rest[0].startswith("-"):
         parser.error("which training script? Give its path first, then its flags")

@@ -229,9 +229,6 @@ def test_options_are_inherited_and_may_be_named_again(capsys):
     assert "--device {cpu,cuda}" in shown[1] and "--steps" not in shown[1]  # the script's own come first
 
 
-COMING = {"chat_template_kwargs", "stop_strings"}  # options that the table names already
-
-
 @pytest.mark.parametrize(("script", "argument", "said"), [
     ("gspo/gspo.py", "--beta", "a name of TRL and ms-swift, here --kl_coef;"),
     ("gspo/gspo.py", "--model_name_or_path=a", "here --policy_model ("),
@@ -257,7 +254,7 @@ def test_a_name_from_elsewhere_is_translated(script, argument, said):
 
 
 def test_the_table_of_names_leads_to_options_that_exist_and_is_the_page():
-    known = set().union(*option_names.scripts().values()) | COMING
+    known = set().union(*option_names.scripts().values())
     rows = option_names.table()
     assert not [row for row in rows if not set(row.here) <= known or not (row.here or row.note)]
     pairs = Counter((toolkit, name) for row in rows for toolkit in row.toolkits for name in row.names)

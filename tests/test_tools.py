@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import json
 import re
+import runpy
 import sys
 from types import SimpleNamespace
 
@@ -225,6 +226,15 @@ def test_a_checkpoint_is_asked_as_its_run_asked_and_rewards_are_those_of_a_scrip
     with pytest.raises(SystemExit):
         evaluate(ROWS, texts, "--rewards", "no/such/script.py")
     assert "--rewards no/such/script.py: no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tool", ["evaluate", "plan_memory", "check_gpus", "drop_layers"])
+def test_help_comes_before_torch_is_imported(tool, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing it would fail
+    monkeypatch.setattr(sys, "argv", [tool, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "scripts" / f"{tool}.py"), run_name="__main__")
+    assert ended.value.code == 0 and "usage:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", ["--samples=-1", "--batch_size=0", "--out=no/such/x", "--out=."])

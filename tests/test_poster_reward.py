@@ -372,6 +372,14 @@ def test_characters_that_no_font_has_are_counted_and_no_picture_is_made_of_boxes
         assert parts["missing_glyphs"] == ([pytest.approx(share), 0.0], 0.0)
     said = capsys.readouterr().out
     assert said.count("warning") == 1 and package in said and "--font_paths" in said and characters[0] in said
+    # broken bytes need no font, and what the policy makes up does not hide that the data needs one
+    local, own = (
+        LocalRewards("px"),
+        [json.dumps(poster({**HELLO, "text": x})) for x in ("Hello \ufffd", "Hello ю", text)],
+    )
+    for solution, truth, warned in zip(own, [json.dumps(poster(HELLO))] * 2 + own[2:], (0, 1, 1), strict=True):
+        local.scores([solution], [truth], {"extra_info": [{}]}, 1)
+        assert capsys.readouterr().out.count("warning") == warned
 
 
 def test_a_character_is_taken_from_the_first_font_that_has_it():

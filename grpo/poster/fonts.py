@@ -36,6 +36,15 @@ def packages(chars: Iterable[str]) -> list[str]:
     return sorted(needed)
 
 
+def printable(chars: Iterable[str]) -> list[str]:
+    """Those of the characters that a font may have: not U+FFFD, which stands for broken bytes, nor unassigned ones.
+
+    Args:
+        chars: single characters.
+    """
+    return sorted(c for c in set(chars) if c != "\ufffd" and unicodedata.category(c) not in ("Cn", "Co"))
+
+
 def missing_text(chars: Iterable[str]) -> str:
     """Says which characters no font has, and what to do.
 

@@ -26,7 +26,7 @@ class LocalRewards:
         """
         self.coord_space, self.fonts = coord_space, Fonts(font_paths)
         self.fingerprint = f"local-{reward.VERSION} {self.fonts.identity}"
-        self._warned = False
+        self._warned = 0  # 1: of characters of the policy, 2: of the ground truth
 
     def scores(self, arguments: Mapping[str, Any], group_size: int) -> dict[str, tuple[list[float], float]]:
         """Scores completions; the result is the argument `extra` of `scoring.score`.
@@ -37,8 +37,8 @@ class LocalRewards:
             group_size: unused.
 
         Returns:
-            "service": the scores with weight 1; parts of the reward by name, with weight 0. The first characters that
-            no font has are printed as a warning.
+            "service": the scores with weight 1; parts of the reward by name, with weight 0. Characters that no font
+            has are printed as a warning, once, and once more if those of a ground truth come later.
         """
         results = []
         rows = zip(arguments["completions"], arguments["answers"], arguments["extra_info"], strict=True)
@@ -48,8 +48,9 @@ class LocalRewards:
             results.append(reward.score(completion, answer, fonts=self.fonts, images=pictures,
                                         coord_space=self.coord_space))  # fmt: skip
         missing = "".join(result["details"].get("missing_characters", "") for result in results)
-        if missing and not self._warned:
-            self._warned = True
+        level = 2 if any("truth_glyphs_missing" in result["warnings"] for result in results) else 1
+        if missing and self._warned < level:
+            self._warned = level
             print_main(f"warning: posters: {missing_text(missing)}; the metric reward_missing_glyphs counts them")
         named = {"service": ([result["score"] for result in results], 1.0)}
         return named | {part: ([float(result.get(part, math.nan)) for result in results], 0.0) for part in PARTS}

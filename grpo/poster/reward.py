@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +20,7 @@ from scipy.optimize import linear_sum_assignment
 
 from grpo.poster import layout, scorers
 from grpo.poster.errors import ScorerError
-from grpo.poster.fonts import Fonts, missing_text
+from grpo.poster.fonts import Fonts, missing_text, printable
 from grpo.poster.layout import Layer, Malformed, Poster
 from grpo.poster.render import ALIGNS, Ink, Rendered, render
 from grpo.poster.scorers import intersection
@@ -94,8 +94,7 @@ def assess(
     try:
         poster = layout.parse(solution, truth, coord_space)
     except Malformed as error:
-        details = {"missing_characters": "".join(absent[:MAX_MISSING])} if absent else {}
-        return Assessed(reason=error.reason, warnings=tuple(warnings), details=details)
+        return Assessed(reason=error.reason, warnings=tuple(warnings), details=_list_missing(absent))
     layers, n, m = poster.layers, poster.emitted, len(truth.layers)
     rendered = render(poster, fonts, images, SIDE)
     unknown = _unknown_images(layers, truth.layers, images)
@@ -120,12 +119,16 @@ def assess(
         bars = {i for i, layer in enumerate(layers) if layer.kind == "text" and layer.text not in readable}
         image = render(poster, fonts, images, PICTURE, bars).image
     details = {"layers": n, "kept": len(kept), "seen": len(visible), "invalid": poster.invalid, **texts,
-               "visual_parts": parts}  # fmt: skip
-    if missing or absent:
-        details["missing_characters"] = "".join(sorted(missing.union(absent))[:MAX_MISSING])
+               "visual_parts": parts, **_list_missing(missing.union(absent))}  # fmt: skip
     share = sum(char in missing for char in poster.letters) / max(len(poster.letters), 1)
     return Assessed(structure, accuracy, poster.format, min(1.0, (2 * m + 4) / n), True, None, tuple(warnings), details,
                     cpu_visual, gate, image, share)  # fmt: skip
+
+
+def _list_missing(chars: Collection[str]) -> dict[str, str]:
+    """An entry of the details with characters that need another font, if there are any."""
+    listed = "".join(printable(chars)[:MAX_MISSING])
+    return {"missing_characters": listed} if listed else {}
 
 
 def _unknown_images(

@@ -88,6 +88,7 @@ class Rewards:
         self.failures = 0  # consecutive failed batches
         self.missing: set[str] = set()  # characters that no font has, at most reward.MAX_MISSING
         self.missing_items = 0  # items with such characters
+        self._warned = 0  # 1: of such characters of a policy, 2: of a ground truth
         self._too_late = math.inf  # time.monotonic() at which no client waits any more for the batch being rated
         self._changed = threading.Condition()
 
@@ -295,7 +296,7 @@ class Rewards:
     def _refuse(self, request: Request, index: int, refused: Refused) -> None:
         self.counts.add("item_errors_total", code=refused.code)
         if refused.code == "missing_glyphs":
-            self._note_missing(layout.ground_truth(request.items[index].truth).letters)
+            self._note_missing(self.fonts.missing(layout.ground_truth(request.items[index].truth).letters), True)
         request.put(index, refused)
 
     def _count(self, result: dict[str, Any]) -> None:
@@ -307,15 +308,16 @@ class Rewards:
         for warning in result["warnings"]:
             self.counts.add("warnings_total", warning=warning)
         if missing := result["details"].get("missing_characters"):
-            self._note_missing(missing)
+            self._note_missing(set(missing), "truth_glyphs_missing" in result["warnings"])
 
-    def _note_missing(self, text: str) -> None:
-        """Counts an item with characters that no font has, and prints a warning for the first."""
+    def _note_missing(self, chars: set[str], of_truth: bool) -> None:
+        """Counts an item with characters that no font has, and prints a warning for the first of each origin."""
         self.missing_items += 1
         self.counts.add("missing_glyphs_total")
-        if not self.missing:
-            print(f"warning: {missing_text(self.fonts.missing(text))}; /info counts such items", flush=True)
-        self.missing |= set(sorted(self.fonts.missing(text) - self.missing)[: reward.MAX_MISSING - len(self.missing)])
+        if self._warned < 1 + of_truth:
+            self._warned = 1 + of_truth
+            print(f"warning: {missing_text(chars)}; /info counts such items", flush=True)
+        self.missing |= set(sorted(chars - self.missing)[: reward.MAX_MISSING - len(self.missing)])
 
 
 def _checked(value: Any) -> float | Refused:

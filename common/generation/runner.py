@@ -82,6 +82,7 @@ class Runner:
         self.suppressed = torch.tensor(list(suppressed_ids), dtype=torch.long, device=self.device)
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
         self.graph_memory = None  # shared by all graphs
+        self.aside: torch.cuda.Stream | None = None  # on which graphs are captured
         self.state = RowState(0, torch.device("cpu"))
         self.out_tokens = torch.empty(0)
         self.parameter_addresses: tuple[int, ...] | None = None
@@ -255,7 +256,8 @@ class Runner:
         for layer in layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
         try:
-            aside = torch.cuda.Stream(self.device)
+            # one for all captures: cuBLAS keeps 32 MiB for every stream that it was used on
+            aside = self.aside = self.aside or torch.cuda.Stream(self.device)
             aside.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(aside):
                 for _ in range(3):

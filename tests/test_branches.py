@@ -22,7 +22,7 @@ def train(out_dir: Path, model, resume: str = "auto", steps: int = 6, saves: boo
     """A run that saves every two steps; the checkpoint that it has started from."""
     storage._claimed.clear()
     folder = checkpoint.find(str(out_dir), resume)
-    done = checkpoint_files.step_of(folder) if folder else 0
+    done = checkpoint_files.read_state(folder)["step"] if folder else 0
     log = Log(str(out_dir), done, steps, [])
     checkpoint.leave(str(out_dir), done)
     for number in range(done + 1, steps + 1):

@@ -149,7 +149,7 @@ def start(out_dir: Path) -> Log:
     """What a run does that goes back to step 4, as run.py does it."""
     storage._claimed.clear()
     folder = checkpoint.find(str(out_dir), str(out_dir / "checkpoint-000004"))
-    log = Log(str(out_dir), checkpoint_files.step_of(folder), 9, [])
+    log = Log(str(out_dir), checkpoint_files.number(folder), 9, [])
     checkpoint.leave(str(out_dir), 4)
     return log
 
@@ -214,7 +214,7 @@ class Trial:
         # the same command: the lines are those of its checkpoint, and the next save leaves nothing behind
         storage._claimed.clear()
         folder = checkpoint.find(str(out_dir), "auto")
-        done = checkpoint_files.step_of(folder)
+        done = checkpoint_files.number(folder)
         log = Log(str(out_dir), done, 9, [])
         checkpoint.leave(str(out_dir), done)
         log.close()

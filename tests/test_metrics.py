@@ -307,12 +307,18 @@ def test_tensorboard_on_a_full_disk_is_given_up_until_a_checkpoint_is_saved(log,
         time.sleep(0.05)  # what the thread could not write is raised by a later call
     assert capsys.readouterr().err.count("tensorboard could not be written: [Errno 28] No space left on device; ") == 1
     monkeypatch.undo()
-    with log.time_save(3):
-        pass
+    folder = log.out_dir / "tensorboard"
+    (folder / ".writing-events").symlink_to("/dev/full")
+    before = list(folder.glob("events*"))
+    for room in (False, True):
+        with log.time_save(3):
+            pass
+        assert (list(folder.glob("events*")) != before) == room
+    assert not (folder / ".writing-events").exists()
     end_step(log, 4)
     log.close()
     assert [event.step for event in events(log).Scalars("reward")] == [4]
-    assert len(lines(log)) == 5  # metrics.jsonl has all
+    assert len(lines(log)) == 6  # metrics.jsonl has all
 
 
 def events(log) -> EventAccumulator:

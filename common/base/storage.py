@@ -141,7 +141,7 @@ def required(path: Path) -> Iterator[None]:
         room = free(path if os.path.isdir(path) else path.parent)
         raise OSError(
             f"{path} could not be read or written, on which {room} is free: {error.strerror or error}; "
-            "mend that, then run the same command: it goes on from its last checkpoint"
+            "mend that, then run the same command: it goes on from its last checkpoint, if that is still there"
         ) from error
 
 

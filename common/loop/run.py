@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase, set_seed
 
-from common.base import config, devices, distributed, storage
+from common.base import config, console, devices, distributed, storage
 from common.base.checks import require
 from common.generation.batches import RolloutBatch
 from common.loop.policy import Policy
@@ -46,6 +46,7 @@ class Run:
         Raises:
             ValueError: an option does not fit the number of ranks, or there is no such checkpoint.
         """
+        console.protect()
         self.cfg, self.gpus, self.limits = cfg, gpus, guards
         rank, self.num_ranks = distributed.start(gpus.home, timeout_minutes)
         _require_shares(cfg, self.num_ranks, timeout_minutes)

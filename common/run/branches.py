@@ -66,8 +66,10 @@ def find(out_dir: str, resume: str) -> Path | None:
 
 def _choose(out_dir: str, resume: str) -> Path | None:
     for aside in files.entries(out_dir, REPLACED):  # the run was killed while it replaced a checkpoint
-        final = aside.with_name(files.name(files.step_of(aside)))
-        if not os.path.lexists(final) and files.is_complete(aside):
+        if not files.is_complete(aside):
+            continue
+        final = aside.with_name(files.name(files.read_state(aside)["step"]))
+        if not os.path.lexists(final):
             os.rename(aside, final)
             print(f"{final} was about to be replaced when a run ended: it is back in its place", flush=True)
     if resume == "auto":
@@ -106,10 +108,7 @@ def _newest_usable(out_dir: str) -> Path | None:
     """The newest checkpoint that is undamaged and of the branch of metrics.jsonl; None if there is none at all."""
     folders = files.named(out_dir)
     for folder in reversed(folders):
-        found = files.damage(folder)
-        if not found and files.number(folder) != (step := files.step_of(folder)):
-            found = f"its {files.STATE} is of step {step}"
-        if not (found := found or departure(folder, out_dir)):
+        if not (found := files.damage(folder) or files.misnamed(folder) or departure(folder, out_dir)):
             return folder
         print(f"warning: {folder} is passed over: {found}", file=sys.stderr, flush=True)
     require(not folders, f"out_dir = {out_dir!r}", "no checkpoint in it can be used, see above",
@@ -158,14 +157,14 @@ def leave(out_dir: str | Path, step: int) -> None:
     with storage.required(Path(out_dir)):
         later = [folder for folder in files.named(out_dir) if files.number(folder) > step]
         for folder in later:
-            if files.step_of(folder) == files.number(folder):
-                set_aside(folder)
-            else:
+            if found := files.misnamed(folder):
                 print(
-                    f"warning: {folder} is of steps that are taken again, but its {files.STATE} cannot be read or is "
-                    "of another step; mend that, or move it away: the run goes on, and sets it aside at that step",
+                    f"warning: {folder} is of steps that are taken again, but {found}; mend that, or move it away: the "
+                    "run goes on, and sets it aside at that step",
                     file=sys.stderr, flush=True,
                 )  # fmt: skip
+            else:
+                set_aside(folder)
         if later and (left := abandoned(out_dir)):
             print(left, flush=True)
 

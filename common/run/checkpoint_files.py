@@ -30,19 +30,21 @@ def name(step: int) -> str:
     return f"checkpoint-{step:06d}"
 
 
-def step_of(folder: Path) -> int:
-    """Steps done at a checkpoint, from its state.json; -1 if that cannot be read."""
-    try:
-        step = read_state(folder)["step"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return -1
-    return step if isinstance(step, int) else -1
-
-
 def number(folder: Path) -> int:
     """Steps of a folder that is named checkpoint-NNNNNN; -1 if it is not."""
     digits = folder.name.removeprefix("checkpoint-")
     return int(digits) if digits.isdecimal() and folder.name == name(int(digits)) else -1
+
+
+def misnamed(folder: Path) -> str:
+    """Why a folder is not the checkpoint that its name says, as text; "" if it is."""
+    try:
+        step = read_state(folder)["step"]
+    except OSError as error:
+        return f"its {STATE} cannot be read ({error.strerror})"
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return f"its {STATE} cannot be read"
+    return "" if step == number(folder) else f"its {STATE} is of step {step}"
 
 
 def entries(out_dir: str | Path, prefix: str) -> list[Path]:
@@ -75,7 +77,7 @@ def own(out_dir: str | Path) -> list[Path]:
     Args:
         out_dir: of the run.
     """
-    return [folder for folder in named(out_dir) if number(folder) == step_of(folder)]
+    return [folder for folder in named(out_dir) if not misnamed(folder)]
 
 
 def newest(out_dir: str | Path) -> Path | None:

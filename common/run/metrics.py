@@ -27,6 +27,7 @@ from common.tasks.data import Example
 from common.tasks.scoring import Scored
 
 NUM_SAMPLES = 4  # prompts per entry in samples.jsonl
+LEAST_ROOM = 2**16  # bytes on the disk of TensorBoard's events, to open a file there
 IN_BAR = {"reward": "reward", "len": "completion_length", "clip": "clip_fraction", "div": "divergence",
           "tok/s": "tokens_per_second"}  # fmt: skip
 
@@ -301,7 +302,7 @@ class Board:
         """
         self._folder, self._writer = folder, None
         with self._optional():
-            self._writer = SummaryWriter(str(folder), purge_step=first_step)
+            self._writer = self._open(first_step)
 
     def add(self, line: dict[str, Any], reopen: bool) -> None:
         """Adds the floats of a line of metrics.jsonl.
@@ -313,7 +314,7 @@ class Board:
         if self._writer is None and not reopen:
             return
         with self._optional():
-            self._writer = self._writer or SummaryWriter(str(self._folder))
+            self._writer = self._writer or self._open()
             for name, value in line.items():
                 if isinstance(value, float):
                     self._writer.add_scalar(name, value, line["step"])
@@ -324,6 +325,16 @@ class Board:
             with self._optional():
                 self._writer.flush()  # raises what its thread could not write
                 self._writer.close()
+
+    def _open(self, first_step: int | None = None) -> SummaryWriter:
+        """Opens a file of events on a disk that has room: on a full one it would stay behind, empty."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        tried = self._folder / f"{branches.WRITING}events"
+        try:
+            storage.append(tried, "." * LEAST_ROOM)
+        finally:
+            tried.unlink(missing_ok=True)
+        return SummaryWriter(str(self._folder), purge_step=first_step)
 
     @contextmanager
     def _optional(self) -> Iterator[None]:

@@ -52,7 +52,8 @@ class PromptSettings(Settings):
     """Prompts given as text."""
 
     apply_chat_template: bool = True  # a text prompt becomes one user message, if the tokenizer has a template
-    system_prompt: str = ""  # placed before text prompts
+    system_prompt: str = ""  # opens every chat without a system turn of its own
+    chat_template_kwargs: str = ""  # arguments of the chat template, JSON: '{"enable_thinking": false}'
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from common.base.checks import above_zero, at_least, one_of, require, require_nu
 from common.base.distributed import print_main
 from common.maths import sampling
 from common.model import lora
+from common.tasks import chat_templates
 
 
 def check(cfg: Any) -> None:
@@ -22,6 +23,7 @@ def check(cfg: Any) -> None:
     above_zero(cfg, "temperature")
     require(cfg.max_grad_norm > 0, f"max_grad_norm = {cfg.max_grad_norm}", "must be above 0", "inf: no clipping")
     lora.check(cfg)
+    chat_templates.parse_arguments(getattr(cfg, "chat_template_kwargs", ""))  # posters have none
     sampling.Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.min_p)  # checks its arguments
     rows, what = cfg.batch_size * cfg.group_size, "completions of a step"
     if getattr(cfg, "off_policy", False):

@@ -15,8 +15,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.generation import rollout
+from common.loop import pin_date_of
 from common.model import models, sources
-from common.tasks import data
+from common.tasks import chat_templates, data
 
 
 def lines_from_terminal() -> Iterator[str]:
@@ -38,6 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompt", default="", help="complete this prompt and exit")
     parser.add_argument("--chat", action="store_true", help="each prompt continues one conversation")
     parser.add_argument("--system_prompt", default="", help="system prompt of the conversation")
+    parser.add_argument("--chat_template_kwargs", default="", help="JSON: '{\"enable_thinking\": false}'")
     parser.add_argument("--samples", type=int, default=1, help="completions per prompt (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy (default: %(default)s)")
     parser.add_argument("--max_new_tokens", type=int, default=256, help="tokens per completion (default: %(default)s)")
@@ -52,6 +54,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.chat and (args.samples > 1 or args.prompt):
         parser.error("--chat goes with one sample per prompt, typed at the terminal: leave out --samples and --prompt")
 
+    template_kwargs = chat_templates.parse_arguments(args.chat_template_kwargs)
+    pin_date_of(args.model)
     tokenizer, model = models.load_policy(args.model, torch.device(args.device), args.dtype)
     if not tokenizer.chat_template and (args.chat or args.system_prompt):
         parser.error("--chat and --system_prompt need a chat template, and this tokenizer has none")
@@ -67,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     for turn, text in enumerate([args.prompt] if args.prompt else lines_from_terminal()):
         prompt = [*history, {"role": "user", "content": text}] if tokenizer.chat_template else text
         batch = sampler.generate(
-            data.encode_prompts([prompt], "prompt", tokenizer, True, ""),
+            data.encode_prompts([prompt], "prompt", tokenizer, template_kwargs=template_kwargs),
             group_size=args.samples,
             temperature=args.temperature,
             seed=args.seed,

@@ -47,7 +47,7 @@ class Config(PromptSettings):
     n_server_workers: int = 4  # requests to it in flight at the same time, per rank; not GPUs, not server threads
     teacher_patience: float = 600.0  # seconds to wait for a server that stays away, before the run saves and ends
     allow_other_template: bool = False  # distil although teacher and student have different chat templates
-    train_data: str = "toy"  # built-in; or a .jsonl file, a saved datasets folder, a hub id: "openai/gsm8k:main"
+    train_data: str = "toy"  # built-in; or a file (.jsonl, .parquet), a folder, a hub id: "openai/gsm8k:main"
     eval_data: str = "toy"  # the same formats, held out (a hub id: its split "test"); "": no evaluation
 
     steps: int = 60  # batches, each followed by num_minibatches optimizer steps

@@ -44,7 +44,7 @@ class Config(RLSettings):
     """GRPO, group relative policy optimization. Editing a line and passing --name value are the same."""
 
     policy_model: str = "toy"  # built-in; or a hub id or folder: "Qwen/Qwen2.5-0.5B-Instruct"
-    train_data: str = "toy"  # built-in; or a .jsonl file, a saved datasets folder, a hub id: "openai/gsm8k:main"
+    train_data: str = "toy"  # built-in; or a file (.jsonl, .parquet), a folder, a hub id: "openai/gsm8k:main"
     eval_data: str = "toy"  # the same formats, held out (a hub id: its split "test"); "": no evaluation
 
     steps: int = 60  # rollouts, each followed by epochs * num_minibatches optimizer steps

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common.base import console
+from common.base import console, settings
 
 
 def option_parser() -> argparse.ArgumentParser:
@@ -46,6 +46,7 @@ def option_parser() -> argparse.ArgumentParser:
     found.add_argument("--max_new_tokens", type=int, help="tokens per completion (default: the run's, or 128)")
     found.add_argument("--max_prompt_tokens", type=int, help="longer prompts are dropped (default: the run's, or 512)")
     found.add_argument("--system_prompt", type=console.text, help="opens every chat (default: the run's)")
+    found.add_argument("--chat_template_kwargs", help="JSON arguments of the chat template (default: the run's)")
     found.add_argument("--stop_strings", help="JSON list of texts that end a completion (default: the run's)")
     found.add_argument("--batch_size", type=int, default=128, help="completions at a time (default: %(default)s)")
     found.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
@@ -61,15 +62,16 @@ if __name__ == "__main__":
 import torch
 
 from common.generation import rollout, stopping
+from common.loop import pin_date_of
 from common.loop.scorer import collate
 from common.model import models, sources
-from common.run import checkpoint_files, rules
+from common.run import checkpoint_files
 from common.tasks import accuracy, data, rewards, scoring
 from common.tasks.answers import normal_answer
 
 # options that a checkpoint's run decides unless they are given, and their values for any other model
 OF_RUN = {"eval_data": "toy", "system_prompt": "", "apply_chat_template": True, "max_prompt_tokens": 512,
-          "max_new_tokens": 128, "stop_strings": ""}  # fmt: skip
+          "max_new_tokens": 128, "stop_strings": "", "chat_template_kwargs": ""}  # fmt: skip
 
 
 def run_state(model: str) -> dict[str, Any]:
@@ -129,7 +131,8 @@ def main(argv: list[str] | None = None) -> None:
     if not args.eval_data:
         parser.error("--data: the run has no eval_data; name the rows to measure")
     try:
-        rules.check_stop_strings(args.stop_strings)
+        stops = settings.stop_strings(args.stop_strings)
+        template_kwargs = settings.template_kwargs(args.chat_template_kwargs)
         functions = load_rewards(args.rewards) if args.rewards else ((rewards.math_match, 1.0),)
     except ValueError as error:
         parser.error(str(error))
@@ -148,15 +151,16 @@ def main(argv: list[str] | None = None) -> None:
         hint = "" if args.rewards else " (--rewards SCRIPT measures those)"
         print(f"measured: {measured}; rewards of the run: {trained}{hint}", file=sys.stderr)
 
+    pin_date_of(args.model)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer, model = models.load_policy(args.model, torch.device(device), args.dtype)
     examples = data.load_examples(
         args.eval_data, tokenizer, args.max_prompt_tokens, split=args.split,
-        apply_chat_template=args.apply_chat_template, system_prompt=args.system_prompt,
+        apply_chat_template=args.apply_chat_template, system_prompt=args.system_prompt, template_kwargs=template_kwargs,
     )  # fmt: skip
     examples = examples[: args.examples or None]
     scoring.check(functions, examples[0].columns)
-    group_size, stops = max(1, args.samples), tuple(json.loads(args.stop_strings or "[]"))
+    group_size = max(1, args.samples)
     lines, prompts_at_once = [], max(1, args.batch_size // group_size)
     sampler = rollout.Sampler(
         [model],

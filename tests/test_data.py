@@ -3,18 +3,25 @@ when.
 """
 
 import functools
+import gzip
 import json
+import shutil
 import sys
 import tracemalloc
 from types import SimpleNamespace
 from unittest import mock
 
+import datasets
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import common
-from common.base import distributed
+from common.base import bounded, distributed
+from common.base import settings as options
+from common.loop import load_data
+from common.model import sources
+from common.tasks import chat_templates
 from common.tasks.data import Example, PromptStream, collate_columns, load_examples, permutation, read_rows
 
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<bos>", "<im_start>", "<im_end>", "<unk>"]
@@ -146,8 +153,96 @@ def test_a_row_takes_as_much_memory_as_the_top_of_the_file_says(tmp_path, monkey
     assert len(examples) == 1000 and kept < 850 and peak < 1250, (kept, peak)
 
 
+@pytest.mark.parametrize(("name", "write"), [
+    ("rows.parquet", lambda data, path: data.to_parquet(path)), ("rows", lambda data, path: data.to_parquet(path)),
+    ("rows.csv", lambda data, path: data.to_csv(path)), ("rows.tsv", lambda data, path: data.to_csv(path, sep="\t")),
+    ("rows.json", lambda data, path: path.write_text("\ufeff" + json.dumps(list(data), indent=1))),
+    ("rows.jsonl.gz", lambda data, path: path.write_bytes(gzip.compress("\n".join(map(json.dumps, data)).encode()))),
+    ("rows.arrow", lambda data, path: shutil.copy(next(save(data, path).glob("*.arrow")), path)),
+])  # fmt: skip
+def test_formats_of_a_file(tmp_path, name, write):
+    rows = [{"prompt": '1, "1"\n=?', "answer": "007"}, {"prompt": "2+2=?", "answer": "4"}]
+    write(datasets.Dataset.from_list(rows), tmp_path / name)
+    assert read_rows(str(tmp_path / name)) == rows
+    packed = (tmp_path / name).read_bytes()
+    if name.endswith((".parquet", ".gz")):
+        with pytest.raises(ValueError, match=rf"{name}: .*damaged.*again"):
+            read_rows(write_bytes(tmp_path, packed[:-9], name))
+
+
+def save(data, path):
+    data.save_to_disk(path.with_suffix(".saved"))
+    return path.with_suffix(".saved")
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("a.csv", b"prompt,answer\na,b,c", "line 2: .*2 fields"), ("a.csv", b"prompt,prompt\na,b", "stands twice"),
+    ("a.csv", "prompt,answer\n\xe4,b".encode("latin-1"), "utf-8"), ("a.json", b"[1]", "row 0: .*JSON object"),
+    ("a.jsonl.zst", b"\x28\xb5\x2f\xfd--", "not read here; .*jsonl.gz"), ("a.zip", b"PK\3\4--", "not read here"),
+])  # fmt: skip
+def test_a_file_that_cannot_be_read_is_an_error_with_its_name(tmp_path, name, content, message):
+    with pytest.raises(ValueError, match=rf"{name}.*{message}"):
+        read_rows(write_bytes(tmp_path, content, name))
+
+
+@pytest.fixture
+def downloaded(tmp_path, monkeypatch):
+    """A folder as a hub has it: a card, two splits, and code that must not run."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "gsm8k"
+    for split, rows in (("train", ROWS), ("test", ROWS[:1])):
+        datasets.Dataset.from_list(rows).to_parquet(folder / "data" / f"{split}-00000-of-00001.parquet")
+    (folder / "code.py").write_text("raise SystemExit")
+    return folder
+
+
+CARD = "---\nhomepage: https://x.y\nconfigs:\n- config_name: main\n  data_files: {}\n---\n# Title"
+
+
+def test_a_folder_of_data_files_has_splits_and_configs(downloaded):
+    assert read_rows(str(downloaded)) == ROWS and read_rows(str(downloaded), "test") == ROWS[:1]
+    with pytest.raises(ValueError, match=r"gsm8k .*split 'dev'.*'train', 'test'"):
+        read_rows(str(downloaded), "dev")
+    (downloaded / "README.md").write_text(CARD.format("data/test-*"))
+    assert read_rows(f"{downloaded}:main") == ROWS[:1]
+    with pytest.raises(ValueError, match=r"config 'other'.*main"):
+        read_rows(f"{downloaded}:other")
+    # links of the hub's cache lead to blobs of the same repository
+    cached, blob = downloaded.parent / "data--a" / "snapshots" / "0f", downloaded.parent / "data--a" / "blob"
+    shutil.copytree(downloaded, cached)
+    shutil.move(cached / "data" / "test-00000-of-00001.parquet", blob)
+    (cached / "data" / "test-00000-of-00001.parquet").symlink_to(blob)
+    assert read_rows(f"{cached}:main") == ROWS[:1]
+
+
+@pytest.mark.parametrize("name", ["../rows.parquet", "/etc/passwd", "https://x.y/z.parquet", "{train: [../*.csv]}"])
+def test_a_card_that_names_files_outside_of_its_folder_is_refused(downloaded, name):
+    (downloaded / "README.md").write_text(CARD.format(name))
+    with pytest.raises(ValueError, match=r"README.md: .*points to .*outside.*copy the file"):
+        read_rows(str(downloaded))
+
+
+@pytest.mark.parametrize(("file", "content"), [
+    ("train/state.json", '{"_data_files": [{"filename": "../../other/data-00000-of-00001.arrow"}]}'),
+    ("train/state.json", '{"_data_files": [{"filename": "/tmp/data.arrow"}]}'),
+    ("dataset_dict.json", '{"splits": ["train", "../other"]}'), ("dataset_dict.json", "no json"),
+    ("train/data-00000-of-00001.arrow", None), ("train", None),
+])  # fmt: skip
+def test_a_saved_folder_that_points_outside_of_itself_is_refused(tmp_path, file, content):
+    data = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict(train=data).save_to_disk(tmp_path / "own")
+    data.save_to_disk(tmp_path / "other")
+    path = tmp_path / "own" / file
+    if content is None:  # a link instead of a file or folder
+        target = path.rename(tmp_path / "moved")
+        path.symlink_to(target)
+    else:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=rf"own/{file.split('/')[0]}.*: .*(outside.*copy the file|not a JSON object)"):
+        read_rows(str(tmp_path / "own"))
+
+
 def test_folders_saved_by_datasets(tmp_path, tokenizer):
-    import datasets
 
     chat = [{"prompt": [user("2+2=?")], "answer": 4}]
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
@@ -164,8 +259,6 @@ def test_folders_saved_by_datasets(tmp_path, tokenizer):
 
 @pytest.fixture
 def hub(monkeypatch):
-    import datasets
-
     monkeypatch.setattr(datasets, "load_dataset", hub := mock.Mock(return_value=ROWS))
     return hub
 
@@ -300,8 +393,137 @@ def test_chat_messages_that_were_templated_before_are_refused(tmp_path, content,
     rows = [*ROWS, {"prompt": [system("be brief"), user(content)], "answer": "4"}]
     with pytest.raises(ValueError, match="row 2: a chat message holds what the chat template writes"):
         load(tmp_path, rows, make_tokenizer(template=template))
-    # tokens that the template does not write are text like any other
-    assert VOCABULARY["<pad>"] in load_prompt(tmp_path, [user("hi <pad>")], make_tokenizer())
+
+
+@pytest.mark.parametrize("content", ["<eos> 2", "hi <eos> hi", "hi <im_end> hi", "hi <bos>", "2<pad>2"])
+def test_a_special_token_that_is_mentioned_is_text_in_both_forms(tmp_path, capsys, content):
+    tokenizer = make_tokenizer()
+    ids = load_prompt(tmp_path, content, tokenizer)
+    assert "1 of 1 prompts, such as row 0, mention special tokens" in capsys.readouterr().out
+    assert ids == load_prompt(tmp_path, [user(content)], tokenizer)
+    frame = render(tokenizer, user(content.partition("<")[0].strip() or "hi"))
+    control = [id_ for id_ in ids if id_ < VOCABULARY["<unk>"]]
+    assert control == [id_ for id_ in frame if id_ < VOCABULARY["<unk>"]]  # those of the template alone
+    # without a template only the text itself can write control tokens
+    raw = load_prompt(tmp_path, content, tokenizer, apply_chat_template=False)
+    assert len(raw) == len([*content.replace("<", " <").replace(">", "> ").split()])
+    # what stands elsewhere in a chat, in tools and in the system prompt, is text as well
+    ids = load_prompt(tmp_path, [user("hi"), turn("tool", content)], tokenizer, system_prompt=content)
+    assert sum(id_ < VOCABULARY["<unk>"] for id_ in ids) == 2 * 3 + 1
+
+
+THINKS = "{% if thinking is defined and not thinking %}<think>\n\n</think>{% else %}<think>\n{% endif %}{% endif %}"
+THINKING = CHAT_TEMPLATE.removesuffix("{% endif %}") + THINKS
+
+
+@pytest.mark.parametrize(("template", "prompt", "start"), [
+    (THINKING, "hi", "<think>\n"), (THINKING, [user("<think> hi")], "<think>\n"), (CHAT_TEMPLATE, "hi\n<think>\n", ""),
+    (CHAT_TEMPLATE, [user("hi"), assistant("<think> hi"), user("hi")], ""), (THINKING, RENDERED, ""),
+    (THINKING, RENDERED + "<think>\nhi hi", "<think>\nhi hi"), (CHAT_TEMPLATE, RENDERED + "[THINK]", "[THINK]"),
+    (THINKING, RENDERED + "<think>\n\n</think>\n\n", ""), (None, "hi <think>\n", "<think>\n"),
+    (None, "hi <think> ?", ""),
+    (None, RENDERED + "<think>\nhi", "<think>\nhi"), (None, RENDERED.replace("2+2", "\n<think>"), ""),
+])  # fmt: skip
+def test_an_example_holds_the_thought_that_its_prompt_opens(tmp_path, template, prompt, start):
+    [example] = load(tmp_path, [{"prompt": prompt, "answer": "4"}], make_tokenizer(template=template))
+    assert example.reply_start == start
+    if template == THINKING and prompt == "hi":
+        options = dict(template_kwargs={"thinking": False})
+        [example] = load(tmp_path, [{"prompt": "hi", "answer": "4"}], make_tokenizer(template=template), **options)
+        assert example.reply_start == ""
+
+
+def test_arguments_of_the_template_are_those_that_it_reads(tmp_path):
+    tokenizer = make_tokenizer(template=THINKING)
+    for text in ("[]", "{", "5", '"a"', "[" * 10**5):
+        with pytest.raises(ValueError, match=r"chat_template_kwargs = .*JSON object.*enable_thinking"):
+            options.template_kwargs(text)
+    settings = {"chat_template_kwargs": '{"thinking": false}', "system_prompt": "", "apply_chat_template": True}
+    source = {"train_data": write_rows(tmp_path, ROWS), "eval_data": "", "eval_every": 0, "eval_examples": 1}
+    examples, _ = load_data(SimpleNamespace(max_prompt_tokens=64, **settings, **source), tokenizer)
+    assert [example.reply_start for example in examples] == ["", ""]
+    assert options.template_kwargs("") == {} and options.template_kwargs('{"a": 1}') == {"a": 1}
+    for name in ("enable_thinking", "messages", "add_generation_prompt", "tokenize", "eos_token"):
+        with pytest.raises(ValueError, match=rf"rows.jsonl: chat_template_kwargs: .* not read {name}; use thinking"):
+            load(tmp_path, ROWS, tokenizer, template_kwargs={"thinking": True, name: False})
+    with pytest.raises(ValueError, match=r"chat_template_kwargs .*no chat template"):
+        load(tmp_path, ROWS, make_tokenizer(template=None), template_kwargs={"thinking": True})
+
+
+def test_a_date_is_pinned(tmp_path):
+    tokenizer = make_tokenizer(template="{{ strftime_now('%d') | int }} " + CHAT_TEMPLATE)
+    for day in ("2024-01-03", "2024-02-07"):
+        chat_templates.pin_date(day)
+        assert load_prompt(tmp_path, "hi", tokenizer)[0] == VOCABULARY[day[-1]]
+    with pytest.raises(ValueError, match=r"month"):
+        chat_templates.pin_date("2024-13-01")
+
+
+@pytest.mark.parametrize(("template", "message"), [
+    ("{{ 'hi' * 10**10 }}", "memory"), ("{{ 'hi' * 10**6 }}", "2000000 characters"),
+    ("{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}", "more than 1 seconds"),
+    ("{% if messages[0]['content'] == '2+2=?' %}{{ '%9999999999d' % 1 }}{% endif %}" + CHAT_TEMPLATE, "memory"),
+    ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "refuses"),
+])  # fmt: skip
+def test_a_template_without_end_is_refused(tmp_path, monkeypatch, template, message):
+    monkeypatch.setattr(bounded, "SECONDS", 1)
+    with pytest.raises(ValueError, match=rf"rows.jsonl(, row 1)?: .*the chat template.* {message}"):
+        load(tmp_path, ROWS, make_tokenizer(template=template))
+    if template.startswith("{{"):  # nothing else renders it before
+        with pytest.raises(bounded.Exceeded):
+            sources._turn_end(make_tokenizer(template=template))
+
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+WITH_TOOLS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + CHAT_TEMPLATE.replace(
+    "<im_end>", "{% for c in turn.tool_calls or [] %}{{ c.function.arguments ARGUMENTS }}{% endfor %}<im_end>"
+).replace("turn['content']", "(turn['content'] or '')")
+
+
+@pytest.mark.parametrize("value", [
+    [ADD], json.dumps([ADD]), json.dumps(ADD), [json.dumps(ADD)], [ADD | {"x": None}],
+])  # fmt: skip
+def test_tools_reach_the_template_and_the_reward(tmp_path, value):
+    tokenizer = make_tokenizer(template=WITH_TOOLS.replace("ARGUMENTS", "| tojson"))
+    rows = [{"prompt": prompt, "answer": "1", "tools": value} for prompt in ("hi", [user("hi")])]
+    examples = load(tmp_path, [*rows, *({"prompt": "hi", "answer": "1", "tools": no} for no in ([], None))], tokenizer)
+    offered = tokenizer.apply_chat_template([user("hi")], [ADD], add_generation_prompt=True, return_dict=False)
+    bare = render(tokenizer, user("hi"))
+    assert [example.prompt_ids for example in examples] == [offered, offered, bare, bare] and offered != bare
+    assert [example.columns["tools"] for example in examples] == [value, value, [], None]
+
+
+@pytest.mark.parametrize(("template", "row", "message"), [
+    (CHAT_TEMPLATE, {"tools": [ADD]}, "template does not print tools, .*remove"),
+    (CHAT_TEMPLATE, {"tools": [ADD], "prompt": RENDERED}, "`tools` have no place .*write them into"),
+    (None, {"tools": [ADD]}, "`tools` have no place .*instruct"),
+    (CHAT_TEMPLATE, {"tools": ["add"]}, "`tools` is .*schemas"),
+    (CHAT_TEMPLATE, {"tools": {"type": "function"}}, "`tools` is"), (CHAT_TEMPLATE, {"tools": 5}, "`tools` is 5"),
+    (CHAT_TEMPLATE, {"images": ["a.png"]}, "`images` .*poster_grpo.py"), (None, {"Image": "a"}, "`Image` "),
+    (CHAT_TEMPLATE, {"audio": {"bytes": ""}}, "`audio` .*remove the column"), (None, {"videos": ["a"]}, "`videos`"),
+    (CHAT_TEMPLATE, {"prompt": [user([{"type": "image"}])]}, "'image', .*poster_grpo.py"),
+    (CHAT_TEMPLATE, {"prompt": [user(["hi"])]}, "'str', .*text"),
+    (CHAT_TEMPLATE, {"prompt": [user([{"type": "text"}])]}, "no text"),
+    (CHAT_TEMPLATE, {"prompt": [user("hi"), assistant("", tool_calls=[ADD]), turn("tool", "1")]}, "print tool calls"),
+])  # fmt: skip
+def test_what_a_template_would_drop_is_refused_with_row_and_remedy(tmp_path, template, row, message):
+    with pytest.raises(ValueError, match=rf"row 2.*{message}"):
+        load(tmp_path, [*ROWS, {"prompt": "hi", "answer": "1"} | row], make_tokenizer(template=template))
+
+
+@pytest.mark.parametrize("arguments", [{"a": 1, "b": None}, '{"a": 1}'])
+@pytest.mark.parametrize("reads", ["| tojson", "+ ''"])  # as an object, or as text
+def test_calls_of_tools_render_with_arguments_in_either_form(tmp_path, arguments, reads):
+    tokenizer = make_tokenizer(template=WITH_TOOLS.replace("ARGUMENTS", reads))
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    chat = [user([{"type": "text", "text": "2+"}, {"type": "text", "text": "2", "image": None}]),
+            {"role": "assistant", "tool_calls": [call]}, turn("tool", "3")]  # fmt: skip
+    [example] = load(tmp_path, [{"prompt": chat, "answer": "1", "images": []}], tokenizer)
+    text = (
+        "<im_start>user\n2+2<im_end>\n<im_start>assistant\n{}<im_end>\n<im_start>tool\n3<im_end>\n<im_start>assistant\n"
+    )
+    text = text.replace("{}", '{"a": 1}')
+    assert example.prompt_ids == tokenizer(text)["input_ids"] and example.prompt[0] == user("2+2")
 
 
 @pytest.mark.parametrize("special", [{}, {"pad_token": None}])

@@ -15,6 +15,7 @@ from common.tasks.data import ROLES, collate_columns, load_examples
 pytestmark = pytest.mark.fuzz
 FUZZ = dict(deadline=None, derandomize=True, database=None)
 TOKENIZERS = [make_tokenizer(), make_tokenizer(template=None), make_tokenizer(template="<bos>" + CHAT_TEMPLATE)]
+TOKENIZERS += [make_tokenizer(template="{{ tools }}" + CHAT_TEMPLATE + "<think>")]
 PLACE = re.compile(r"rows\.jsonl(, line \d+: |: byte \d+ is not UTF-8 text \(line \d+\); )")
 NAMED = re.compile(r"rows\.jsonl(, row \d+: |: columns .*reward functions)")
 
@@ -63,7 +64,9 @@ def test_every_line_is_a_row_or_an_error_with_its_place(path, lines, end, mark):
 @given(content=st.binary(max_size=30))
 def test_any_bytes_are_rows_or_an_error_with_its_place(path, content):
     rows = rows_of(path, content)
-    assert rows is None or len(rows) == sum(bool(line.strip("\ufeff \t\r")) for line in content.decode().split("\n"))
+    assert rows is None or len(rows) == sum(
+        bool(line.strip().strip("\ufeff").strip()) for line in content.decode().split("\n")
+    )
 
 
 @settings(max_examples=40, **FUZZ)
@@ -76,8 +79,8 @@ def test_no_row_of_a_file_that_was_cut_off_is_lost_in_silence(path, rows, cut):
 
 
 TEMPLATED = "<im_start>user\nhi<im_end>\n<im_start>assistant\n"
-WORDS = st.sampled_from(["", " ", "hi", "2+2=?", "<pad>", TEMPLATED, "\ud800"])
-CONTENT = WORDS | st.sampled_from([None, 5, [{"type": "text", "text": "hi"}]])
+WORDS = st.sampled_from(["", " ", "hi", "2+2=?", "<pad>", "a <im_end> b", "<think>", TEMPLATED, "\ud800"])
+CONTENT = WORDS | st.sampled_from([None, 5, [{"type": "text", "text": "hi"}], [{"type": "image"}], [5]])
 TURN = st.fixed_dictionaries({"role": st.sampled_from([*ROLES[:5], "gpt", None, 5]), "content": CONTENT},
                              optional={"tool_calls": st.sampled_from([None, [], [{"type": "function"}]])})  # fmt: skip
 GOOD = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": st.just("hi")})
@@ -86,7 +89,8 @@ CHAT |= st.lists(GOOD, max_size=3) | st.lists(TURN, max_size=3)
 NUMBERS = st.sampled_from([8, 8.0, -0.0, 1e16, 1e300, 0.1 + 0.2])
 ANSWER = NUMBERS | st.just("8") | WORDS | st.sampled_from([None, True, float("nan"), float("inf"), ["8"], {}])
 PROMPT = st.sampled_from(["hi", "2+2=?"]) | CHAT
-COLUMNS = {"question": WORDS, "messages": CHAT, "": SCALAR, "level": SCALAR}
+TOOLS = st.sampled_from([None, [], [{"name": "a"}], '[{"name": "a"}]', "a", [5]])
+COLUMNS = {"question": WORDS, "messages": CHAT, "": SCALAR, "level": SCALAR, "tools": TOOLS, "images": SCALAR}
 ROW = st.fixed_dictionaries({"prompt": PROMPT, "answer": ANSWER}, optional=COLUMNS)
 ODD_ROW = st.fixed_dictionaries({}, optional={"prompt": PROMPT | WORDS | SCALAR, "answer": ANSWER, **COLUMNS})
 NAMES = st.sampled_from(["completions", "answers", "completion_tokens", "self"])

@@ -5,7 +5,9 @@ student.
 import errno
 import itertools
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -75,6 +77,19 @@ def test_a_tokenizer_that_adds_tokens_adds_none_to_answers_and_needs_an_end_toke
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match=r"no end token: .*set eos_token"):
         offpolicy.answers(examples(0), tokenizer, 9, 64)
+
+
+def test_answers_go_on_from_an_opened_thought_and_those_that_do_not_close_it_are_warned_of(tokenizer, capsys):
+    one = tokenizer.convert_tokens_to_ids("1")
+    rows = [replace(row, reply_start="what ") for row in examples(4, answer="what 1") + examples(5, answer="1")]
+    assert offpolicy.answers(rows, tokenizer, 9, 64) == [[one, 3]] * 2
+    rows = [
+        replace(row, reply_start="<think>\n") for answer in ("a</think>b", "b") for row in examples(6, answer=answer)
+    ]
+    offpolicy.warn_unclosed([rows[0], *examples(0)])
+    assert capsys.readouterr().out == ""
+    offpolicy.warn_unclosed(rows)
+    assert re.search("1 rows, such as row 6, .*enable_thinking", capsys.readouterr().out)
 
 
 def test_a_batch_of_given_completions():

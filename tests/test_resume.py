@@ -9,13 +9,16 @@ import shutil
 import signal
 import sys
 import time
+from datetime import date
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from comparing import assert_close, comparable
-from conftest import SCRIPTS, Slow, assert_equal_weights, read_lines, reward
+from conftest import SCRIPTS, TEMPLATE, Slow, assert_equal_weights, read_lines, reward
 
+from common.loop import run as loop_run
 from common.run import checkpoint
 
 STEPS = 6  # of the run that nothing interrupts
@@ -107,13 +110,24 @@ def test_a_named_checkpoint_starts_a_new_branch_and_going_back_leaves_one(launch
     assert f"resuming from {copied}/checkpoint-000003" in after.output
 
 
-def test_data_that_changed_under_their_name_are_pointed_out(launcher, tmp_path):
-    data = tmp_path / "rows.jsonl"
+def on_day(day: date, module) -> None:
+    """Starts a run on another day."""
+    loop_run.date = SimpleNamespace(today=lambda: day)
+
+
+def test_data_that_changed_under_their_name_are_pointed_out_and_another_day_is_no_change(
+    launcher, model_folders, tmp_path
+):
+    data, model = tmp_path / "rows.jsonl", tmp_path / "dated"
     lines = launcher.defaults["train_data"].read_text().splitlines(keepends=True)
-    options = dict(train_data=data, eval_every=0, save_every=1)
+    shutil.copytree(model_folders["qwen2"], model)
+    (model / "chat_template.jinja").write_text("{{ strftime_now('%d') | int }} " + TEMPLATE)
+    options = dict(train_data=data, eval_every=0, save_every=1, policy_model=model)
     for steps, rows, changed in ((1, 12, False), (2, 12, False), (3, 8, True), (4, 8, False)):
         data.write_text("".join(lines[:rows]))
-        run = launcher.run("gspo", tmp_path / "run", steps=steps, **options).succeeded()
+        day = partial(on_day, date(2024, 1, steps))
+        run = launcher.run("gspo", tmp_path / "run", steps=steps, prepare=day, **options).succeeded()
+        assert checkpoint.notes(run.out_dir / run.checkpoints[-1])["date"] == "2024-01-01"
         assert ("data have changed" in run.output) == changed
         if changed:
             assert "(12 rows, CRC-32 " in run.output and "now 8 rows, CRC-32 " in run.output

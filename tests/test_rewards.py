@@ -462,6 +462,9 @@ def test_reward_model_reads_one_template_and_one_start_token(tmp_path):
     chat, text = load(tmp_path / "chat", template=template), load(tmp_path / "text")
     prompts = ["a", "<s> user : a </s> assistant : ", " user : a </s> assistant : "]
     assert [chat._text(prompt, "b") for prompt in prompts] == ["<s> user : a </s> assistant : b </s> "] * 3
+    # a token that is only mentioned makes no template, and a thought that the prompt opens comes once
+    assert chat._text("a </s> a", "b") == "<s> user : a </s> a </s> assistant : b </s> "
+    assert chat._text(prompts[1] + "<think>\n", "<think>\nb") == prompts[1] + "<think>\nb </s> "
     expected = score_by_hand(chat, 1, 4, 6, 8, 2, 5, 6, 9, 2).expand(3)
     assert_rounded(chat.scores(prompts, ["b"] * 3), expected, terms=1)
     expected = score_by_hand(text, 1, 8, 9).expand(2)

@@ -16,6 +16,7 @@ from conftest import ROOT, assert_equal_weights, build_model, build_tokenizer, t
 from conftest import read_lines as read_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from common.loop import run as loop_run
 from common.tasks import accuracy
 
 pytestmark = pytest.mark.tools
@@ -29,7 +30,7 @@ def load_script(name):
 
 
 arithmetic, numbers, evaluation = map(load_script, ("make_arithmetic", "make_numbers", "evaluate"))
-converter, dropping = map(load_script, ("gguf_to_hf", "drop_layers"))
+converter, dropping, show_prompt = map(load_script, ("gguf_to_hf", "drop_layers", "show_prompt"))
 
 
 @pytest.mark.parametrize(("script", "package"), [("gguf_to_hf", "gguf"), ("benchmark_trl_gkd", "trl")])
@@ -228,7 +229,7 @@ def test_a_checkpoint_is_asked_as_its_run_asked_and_rewards_are_those_of_a_scrip
     assert "--rewards no/such/script.py: no such file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("tool", ["evaluate", "plan_memory", "check_gpus", "drop_layers"])
+@pytest.mark.parametrize("tool", ["evaluate", "sample", "show_prompt", "plan_memory", "check_gpus"])
 def test_help_comes_before_torch_is_imported(tool, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch", None)  # importing it would fail
     monkeypatch.setattr(sys, "argv", [tool, "--help"])
@@ -478,3 +479,22 @@ def test_every_fault_has_its_place_and_its_tests(capsys, monkeypatch):
         with pytest.raises(SystemExit, match="2"):
             mutate.main(["--list"])
         assert "kl-sign" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_show_prompt_prints_the_tokens_of_a_row_with_the_date_of_the_run(tmp_path, capsys, monkeypatch):
+    tokenizer = build_tokenizer()
+    parts = "{{ strftime_now('%d') | int }} ", tokenizer.chat_template, "{% if think %}what{% endif %}"
+    tokenizer.chat_template = "".join(parts)
+    monkeypatch.setattr(show_prompt.sources, "load_tokenizer", lambda name: tokenizer)
+    monkeypatch.setattr(loop_run.checkpoint, "is_complete", lambda folder: True)
+    monkeypatch.setattr(loop_run.checkpoint, "notes", lambda folder: {"date": "2024-03-17"})
+    (data := tmp_path / "rows.jsonl").write_text('{"prompt": "1", "level": 3}\n{"prompt": "2 + 2", "answer": 4}\n')
+    show_prompt.main([str(data), "run", "--row", "1", "--chat_template_kwargs", '{"think": true}'])
+    out = capsys.readouterr().out
+    assert "row 1: 10 prompt tokens\n17 <im_start> user 2 + 2 <im_end>" in out
+    assert "answer: '4'\ncolumns: {'level': None}" in out
+    ids = [int(line.split()[0]) for line in out.splitlines() if line.startswith("  ")]
+    assert tokenizer.convert_ids_to_tokens(ids)[0] == "17" and tokenizer.convert_ids_to_tokens(ids)[-1] == "what"
+    with pytest.raises(SystemExit):
+        show_prompt.main([str(data), "run", "--row", "2"])
+    assert "rows 0 to 1" in capsys.readouterr().err

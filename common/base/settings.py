@@ -5,7 +5,41 @@ A script changes a default by redefining the field. The comment of a field is it
 
 import json
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from common.base.checks import require
+
+
+def stop_strings(text: str) -> tuple[str, ...]:
+    """Reads the option `stop_strings`: a JSON list of texts, or "".
+
+    Raises:
+        ValueError: it is no such list, or a text is empty.
+    """
+    stops = _json(text or "[]")
+    holds = isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)
+    require(holds, f"stop_strings = {text!r}", "must be a JSON list of texts", f"such as {json.dumps([text or 'END'])}")
+    return tuple(stops)
+
+
+def template_kwargs(text: str) -> dict[str, Any]:
+    """Reads the option `chat_template_kwargs`: a JSON object, or "".
+
+    Raises:
+        ValueError: it is no object.
+    """
+    arguments = _json(text or "{}")
+    require(isinstance(arguments, dict), f"chat_template_kwargs = {text!r}", "must be a JSON object",
+            'write it like {"enable_thinking": false}')  # fmt: skip
+    return arguments
+
+
+def _json(text: str) -> Any:
+    """The value, or None if it is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -51,7 +85,7 @@ class Settings:
     @property
     def stops(self) -> tuple[str, ...]:
         """The texts of `stop_strings`."""
-        return tuple(json.loads(self.stop_strings or "[]"))
+        return stop_strings(self.stop_strings)
 
 
 @dataclass(frozen=True)
@@ -59,7 +93,13 @@ class PromptSettings(Settings):
     """Prompts given as text."""
 
     apply_chat_template: bool = True  # a text prompt becomes one user message, if the tokenizer has a template
-    system_prompt: str = ""  # placed before text prompts
+    system_prompt: str = ""  # opens every chat without a system turn of its own
+    chat_template_kwargs: str = ""  # arguments of the chat template, JSON: '{"enable_thinking": false}'
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """The arguments in `chat_template_kwargs`."""
+        return template_kwargs(self.chat_template_kwargs)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from common.loop.policy import Policy
 from common.model.images import Images
 from common.planning import plan
 from common.run import checkpoint, guards, interrupts, metrics, profiling
-from common.tasks import data
+from common.tasks import chat_templates, data
 from common.tasks.data import Example, PromptStream
 from common.training.optim import AdamW
 
@@ -25,6 +26,7 @@ class Run:
 
     Attributes:
         checkpoint: to resume from; None for a new run.
+        date: day on which the run began, which chat templates print.
         plan: predicted memory.
         log: receives metrics; set by `restore`.
         start: steps done when the run was resumed; set by `restore`.
@@ -52,6 +54,10 @@ class Run:
         _require_shares(cfg, self.num_ranks, timeout_minutes)
         devices.limit_memory(gpus.all, cfg.memory_limit)
         self.checkpoint = checkpoint.find(cfg.out_dir, cfg.resume)
+        # templates print the day on which the run began: a resumed run has the same prompts, on all ranks
+        began = checkpoint.notes(self.checkpoint).get("date") or date.today().isoformat()
+        self.date = distributed.gather_objects(began)[0]
+        chat_templates.pin_date(self.date)
         self.plan: Any = ""
         self.batch: RolloutBatch | None = None
         set_seed(cfg.seed + rank)
@@ -199,12 +205,22 @@ class Run:
         Args:
             batch: completions of the next step that have no rewards yet.
         """
-        notes = {"data": self.prompts.fingerprint, **self.notes}
+        notes = {"data": self.prompts.fingerprint, "date": self.date, **self.notes}
         with self.log.time_save(self.done):
             self.saved = checkpoint.save(
                 self.cfg.out_dir, self.done, self.policy.whole, self.tokenizer, self.optimizer, self.position, self.cfg,
                 notes=notes, rollout=batch, reference=self.frozen,
             )  # fmt: skip
+
+
+def pin_date_of(model: str) -> None:
+    """Lets chat templates print the date of a run, if `model` is one of its checkpoints; else today.
+
+    Args:
+        model: a folder, or another name of a model.
+    """
+    folder = Path(model) if checkpoint.is_complete(model) else None
+    chat_templates.pin_date(checkpoint.notes(folder).get("date") or date.today().isoformat())
 
 
 def load_data(
@@ -219,7 +235,8 @@ def load_data(
         eval_answers: an evaluation row without an answer is an error.
     """
     options = dict(max_prompt_tokens=cfg.max_prompt_tokens, apply_chat_template=cfg.apply_chat_template,
-                   system_prompt=cfg.system_prompt)  # fmt: skip
+                   system_prompt=cfg.system_prompt,
+                   template_kwargs=cfg.template_kwargs)  # fmt: skip
     train = data.load_examples(cfg.train_data, tokenizer, need_answer=train_answers, **options)
     held_out = []
     if cfg.eval_data and cfg.eval_every:

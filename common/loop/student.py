@@ -156,6 +156,8 @@ class MixedCompletions:
         if cfg.seq_kd:
             recipe = offpolicy.recipe(teacher, prompts.examples, cfg.seed, cfg.seq_kd_temperature, cfg.max_new_tokens)
             self.answers = offpolicy.TeacherAnswers(cfg.seq_kd_cache or cfg.out_dir, teacher, recipe)
+        elif cfg.off_policy:
+            offpolicy.warn_unclosed(prompts.examples)
 
     def next(self, step: int) -> tuple[list[Example], RolloutBatch]:
         """Prompts of this rank and their completions; with `overlap`, starts the next step."""

@@ -26,6 +26,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen3_vl import Qwen3VLProcessor
 
 from common.model import sources
+from common.tasks import chat_templates
 
 PROCESSORS = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}
 SPECIALS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
@@ -64,7 +65,9 @@ def load_processor(name: str | Path, max_pixels: int = 0) -> ProcessorMixin:
         if max_pixels < least:
             raise ValueError(f"max_pixels = {max_pixels}: must be 0 or at least {least}, the least area of {name!r}")
         image_processor.size = {"shortest_edge": least, "longest_edge": max_pixels}
-    return image_only(base)(image_processor, tokenizer, chat_template=template)
+    processor = image_only(base)(image_processor, tokenizer, chat_template=template)
+    chat_templates.require_bounded(processor)
+    return processor
 
 
 def image_only(base: type[ProcessorMixin]) -> type[ProcessorMixin]:

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from common.model.models import require_finite
+from common.tasks.chat_templates import Frame
 
 
 class RewardModel:
@@ -48,14 +49,13 @@ class RewardModel:
         config = self.model.config.get_text_config()
         self.max_tokens = min(self.tokenizer.model_max_length, getattr(config, "max_position_embeddings", math.inf))
         _set_pad_token(self.tokenizer, config)
-        bos, self._template_tokens, self._ending = self.tokenizer.bos_token or "", [], ""
-        if self.tokenizer.chat_template:
-            frame = self._text("?", "PROBE")
-            tokens = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-            self._template_tokens = [token for token in tokens if token and token != bos and token in frame]
-            self._start, self._ending = bos if frame.startswith(bos) else "", frame.rpartition("PROBE")[2]
+        self._frame = Frame()
+        if self.tokenizer.chat_template:  # with the arguments and tools that it has by default
+            self._frame = Frame.of_reply(self.tokenizer, f"reward model {name_or_folder!r}")
+            self._start = self._frame.bos
         else:  # the tokenizer may put a start token before a text
-            self._start = bos if self.tokenizer("?")["input_ids"][:1] == [self.tokenizer.bos_token_id] else ""
+            starts = self.tokenizer("?")["input_ids"][:1] == [self.tokenizer.bos_token_id]
+            self._start = self.tokenizer.bos_token if starts and self.tokenizer.bos_token else ""
 
     def scores(
         self, prompts: Sequence[str | list[dict]], completions: Sequence[str], batch_size: int = 16
@@ -63,9 +63,9 @@ class RewardModel:
         """Scores each completion as the reply to its prompt, in the model's own chat template.
 
         Args:
-            prompts: B user texts or message lists. A text with tokens of this model's chat template
-                is not templated again.
-            completions: B texts.
+            prompts: B user texts or message lists. A text that was templated as this model's chat
+                template does it (`chat_templates.Frame.is_templated`) is not templated again.
+            completions: B texts, each with the thought that its prompt opens.
             batch_size: conversations in one forward pass; does not change the scores.
 
         Returns:
@@ -84,8 +84,9 @@ class RewardModel:
         return scores_B
 
     def _text(self, prompt: str | list[dict], completion: str) -> str:
-        if isinstance(prompt, str) and any(token in prompt for token in self._template_tokens):
-            return self._start + prompt.removeprefix(self._start) + completion + self._ending
+        if isinstance(prompt, str) and self._frame.is_templated(prompt):
+            completion = completion.removeprefix(self._frame.reply_start(prompt))  # the prompt has it
+            return self._start + prompt.removeprefix(self._start) + completion + self._frame.ending
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self.tokenizer.chat_template:
             messages = [*messages, {"role": "assistant", "content": completion}]

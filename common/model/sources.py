@@ -4,15 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from common.base import bounded
 from common.base.checks import require
 from common.base.distributed import print_main
-from common.tasks import toy
+from common.tasks import chat_templates, toy
 
 BUILT_IN = ("toy", "toy-teacher")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -126,9 +126,12 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
         return None
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "PROBE"}]
     try:
-        after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("PROBE")[2].strip()
-    except (jinja2.TemplateError, TypeError, ValueError):  # the template refuses this chat; prompts are checked later
+        [text] = chat_templates.render(tokenizer, [chat_templates.Chat(turns)], {}, header=False)
+    except bounded.Exceeded:
+        raise
+    except ValueError:  # the template refuses this chat; prompts are checked later
         return None
+    after = text.rpartition("PROBE")[2].strip()
     special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return next((i for token, i in special.items() if token and after.startswith(token)), None)
 

@@ -3,10 +3,10 @@
 Every rule raises a ValueError. Nothing here imports torch: a wrong option is answered at once.
 """
 
-import json
 import math
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from common.base import settings
 from common.base.checks import above_zero, at_least, one_of, require, require_numbers, require_url, warn
 from common.maths.sampling_options import Sampling
 
@@ -22,6 +22,8 @@ def check(cfg: Any) -> None:
     above_zero(cfg, "temperature")
     require(cfg.max_grad_norm > 0, f"max_grad_norm = {cfg.max_grad_norm}", "must be above 0", "inf: no clipping")
     check_lora(cfg)
+    settings.stop_strings(cfg.stop_strings)
+    settings.template_kwargs(getattr(cfg, "chat_template_kwargs", ""))  # posters have none
     Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.min_p)  # checks its arguments
     rows, what = cfg.batch_size * cfg.group_size, "completions of a step"
     if getattr(cfg, "off_policy", False):
@@ -29,7 +31,6 @@ def check(cfg: Any) -> None:
     require(rows >= cfg.num_minibatches, f"num_minibatches = {cfg.num_minibatches}",
             f"must be at most the {rows} {what}", "lower it, or raise batch_size")  # fmt: skip
     no_longer_than_completions(cfg, "min_new_tokens")
-    check_stop_strings(cfg.stop_strings)
     require(
         not cfg.eval_data or (cfg.train_data == "toy") == (cfg.eval_data == "toy"),
         f"train_data = {cfg.train_data!r}, eval_data = {cfg.eval_data!r}",
@@ -61,16 +62,6 @@ def check_lora(cfg: Any) -> None:
             "starting model", "leave one of them at 0")  # fmt: skip
     require(not getattr(cfg, "fsdp", False), f"fsdp = True, lora_rank = {rank}", "fsdp shards what is trained, and "
             "with LoRA that is little", "leave one off; load_bits makes the frozen weights smaller")  # fmt: skip
-
-
-def check_stop_strings(text: str) -> None:
-    """Requires a JSON list of texts that are not empty, or ""."""
-    try:
-        stops = json.loads(text or "[]")
-    except ValueError:
-        stops = None
-    holds = isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)
-    require(holds, f"stop_strings = {text!r}", "must be a JSON list of texts", f"such as {json.dumps([text or 'END'])}")
 
 
 def check_rl(cfg: Any) -> None:

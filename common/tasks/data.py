@@ -6,9 +6,11 @@ Columns:  the prompt is the first of `prompt`, `question`, `messages` that is no
           chat messages. The ground truth is `answer`: text, or a number, which becomes text (8 and
           8.0 become "8"). Every other column reaches the reward functions, with None in rows that
           lack it. The names of the arguments that they get anyway (`scoring.ARGUMENTS`) are refused.
+Tools:    the column `tools`, a list of JSON schemas or JSON text of one, goes to the chat template,
+          and to the reward functions as it is. Columns of media (MEDIA) are refused where not null.
 Chat:     a last assistant turn is the reply to learn. It is removed from the prompt, and is the
-          answer where `answer` is missing or null, unless it calls tools. Contents are text; roles
-          are those of ROLES.
+          answer where `answer` is missing or null, unless it calls tools. Contents are text, or a
+          list of text parts, which are joined; roles are those of ROLES.
 Length:   prompts over `max_prompt_tokens` are dropped and counted, never cut.
 Memory:   each process keeps all rows in Python lists: as measured, 1.25 kB for a row of 30 prompt
           tokens and a short answer and 2.1 kB for a GSM8K row, with no higher peak while loading. A
@@ -17,9 +19,10 @@ Memory:   each process keeps all rows in Python lists: as measured, 1.25 kB for 
 """
 
 import functools
+import json
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -30,13 +33,16 @@ from transformers import PreTrainedTokenizerBase
 from common.base import distributed
 from common.base.distributed import print_main
 from common.tasks.data_sources import read_rows
-from common.tasks.prompt_encoding import SURROGATE, encode_prompts
+from common.tasks.prompt_encoding import SURROGATE, encode, encode_prompts, without_nulls
 from common.tasks.scoring import ARGUMENTS
+
+__all__ = ["Example", "PromptStream", "collate_columns", "encode_prompts", "load_examples", "permutation", "read_rows"]
 
 PROMPT_COLUMNS = ("prompt", "question", "messages")
 PROMPT_LOOKALIKES = (*PROMPT_COLUMNS, "problem", "instruction", "query", "input", "text", "conversations")
 RESERVED = (*(name for name in ARGUMENTS if name != "answer"), "self")  # arguments of reward functions
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios", "multi_modal_data")
 ANSWER_LOOKALIKES = ("answer", "solution", "ground_truth", "final_answer", "target", "label", "output", "response")
 
 
@@ -60,6 +66,7 @@ def load_examples(
     split: str = "train",
     apply_chat_template: bool = True,
     system_prompt: str = "",
+    template_kwargs: Mapping[str, Any] | None = None,
     need_answer: bool = True,
 ) -> list[Example]:
     """Reads a source and tokenises its prompts by the rules at the top of this file.
@@ -69,8 +76,9 @@ def load_examples(
         tokenizer: The policy's tokenizer.
         max_prompt_tokens: Longest prompt in tokens, template included; longer ones are dropped.
         split: As in `read_rows`.
-        apply_chat_template: As in `encode_prompts`.
-        system_prompt: As in `encode_prompts`.
+        apply_chat_template: As in `prompt_encoding.encode`.
+        system_prompt: The same.
+        template_kwargs: The same.
         need_answer: Whether a row without a ground truth is an error.
 
     Returns:
@@ -87,11 +95,16 @@ def load_examples(
             "remove them"
         )
     fields = [_parse_row(row, names, f"{source}, row {i}", need_answer) for i, row in enumerate(rows)]
-    prompts = [prompt for prompt, _, _ in fields]
-    prompt_ids = encode_prompts(prompts, source, tokenizer, apply_chat_template, system_prompt)
+    tools = [_tools(row.get("tools"), f"{source}, row {i}") for i, row in enumerate(rows)]
+    prompt_ids, reply_starts = encode(
+        [prompt for prompt, _, _ in fields], source, tokenizer, apply_chat_template, system_prompt,
+        template_kwargs=template_kwargs, tools=tools,
+    )  # fmt: skip
     examples = [
-        Example(index, prompt, ids, answer, columns)
-        for index, ((prompt, answer, columns), ids) in enumerate(zip(fields, prompt_ids, strict=True))
+        Example(index, prompt, ids, answer, columns, start)
+        for index, ((prompt, answer, columns), ids, start) in enumerate(
+            zip(fields, prompt_ids, reply_starts, strict=True)
+        )
         if len(ids) <= max_prompt_tokens
     ]
     num_dropped = len(rows) - len(examples)
@@ -106,6 +119,9 @@ def load_examples(
 
 def _parse_row(row: dict, names: list[str], where: str, need_answer: bool) -> tuple[str | list[dict], str | None, dict]:
     """Splits a row into prompt, answer and other columns; `names` are those of all rows."""
+    for name, value in row.items():
+        if name.lower() in MEDIA and not _is_blank(value) and value not in ([], {}):
+            raise ValueError(f"{where}: the column `{name}` holds media, and {_NO_MEDIA}; or remove the column")
     used = next((name for name in PROMPT_COLUMNS if not _is_blank(row.get(name))), None)
     if used is None:
         raise ValueError(_missing_field(row, "prompt", PROMPT_LOOKALIKES, where))
@@ -124,8 +140,7 @@ def _parse_row(row: dict, names: list[str], where: str, need_answer: bool) -> tu
 
 def _split_reply(messages: list, where: str) -> tuple[list[dict], Any]:
     """Splits a chat into the turns before the reply, and the content of a last assistant turn (None without one)."""
-    for turn in messages:
-        _check_turn(turn, where)
+    messages = [_checked_turn(turn, where) for turn in messages]
     prompt, reply = messages, None
     if messages and messages[-1]["role"] == "assistant":
         prompt = messages[:-1]
@@ -138,18 +153,63 @@ def _split_reply(messages: list, where: str) -> tuple[list[dict], Any]:
     return prompt, reply
 
 
-def _check_turn(turn: Any, where: str) -> None:
-    """Refuses a chat message that templates would skip or format in a way of their own."""
+def _checked_turn(turn: Any, where: str) -> dict:
+    """A chat message with its content as text; refuses what templates would skip or format in a way of their own."""
+    if isinstance(turn, dict) and turn.get("role") == "assistant" and turn.get("tool_calls"):
+        turn = {"content": None} | turn
     if not isinstance(turn, dict) or "role" not in turn or "content" not in turn:
         raise ValueError(f"{where}: a chat message needs the keys `role` and `content`, got {turn!r:.80}")
     role, content = turn["role"], turn["content"]
     if role not in ROLES:  # a reply under another role would stay in the prompt
         raise ValueError(f"{where}: the role of a chat message is {role!r:.40}, expected one of {', '.join(ROLES)}")
+    if isinstance(content, list) and content:
+        return turn | {"content": "".join(_text_of_part(part, where) for part in content)}
     calls_tools = role == "assistant" and bool(turn.get("tool_calls"))
     if not isinstance(content, str) and not (content is None and calls_tools):
-        # many templates would write the Python repr of None or of a list
+        # many templates would write the Python repr of None or of a dict
         kind = type(content).__name__
         raise ValueError(f"{where}: the content of a chat message is {kind}, expected text; correct the row")
+    return turn
+
+
+def _text_of_part(part: Any, where: str) -> str:
+    """The text of a part of a content, {"type": "text", "text": ...}."""
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    if kind == "text":
+        raise ValueError(f"{where}: a text part of a chat message has no text; correct the row")
+    raise ValueError(f"{where}: a chat message has a part of the type {kind!r:.40}, and {_NO_MEDIA}")
+
+
+_NO_MEDIA = (
+    'this script trains on text only: it reads parts {"type": "text", "text": ...}; for images use '
+    "grpo/poster/poster_grpo.py"
+)
+
+
+def _tools(value: Any, where: str) -> list[dict] | None:
+    """The column `tools`: JSON schemas; None for null and for an empty list."""
+    if _is_blank(value):
+        return None
+    tools = _from_json(value)
+    tools = list(map(_from_json, tools)) if isinstance(tools, list) else [tools]
+    names = [(tool.get("function") or tool) if isinstance(tool, dict) else None for tool in tools]
+    if not all(isinstance(schema, dict) and isinstance(schema.get("name"), str) for schema in names):
+        raise ValueError(
+            f"{where}: `tools` is {value!r:.80}, expected a list of JSON schemas, or JSON text of one: "
+            '[{"type": "function", "function": {"name": ..., "parameters": ...}}]; correct the row, or rename a column '
+            "that means something else"
+        )
+    return (tools if isinstance(value, str) else without_nulls(tools)) or None
+
+
+def _from_json(value: Any) -> Any:
+    """JSON text as what it stands for; anything else as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
 
 
 def _is_blank(value: Any) -> bool:

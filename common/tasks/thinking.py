@@ -18,7 +18,8 @@ def opened(reply_header: str) -> str:
     Args:
         reply_header: what the prompt holds after the last turn of the user.
     """
-    starts = [reply_header.rfind(tag) for tag, end in TAGS if reply_header.rfind(tag) > reply_header.rfind(end)]
+    starts = [reply_header.find(tag, reply_header.rfind(end) + 1) for tag, end in TAGS]
+    starts = [start for start in starts if start >= 0]
     return reply_header[min(starts) :] if starts else ""
 
 

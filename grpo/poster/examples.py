@@ -9,7 +9,7 @@ from PIL import Image
 from common.base.checks import require
 from common.base.distributed import print_main
 from common.model import images
-from common.tasks import data
+from common.tasks import prompt_encoding
 from common.tasks.data import Example
 from grpo.poster import records
 
@@ -33,18 +33,19 @@ def load_examples(cfg: Any, source: str, split: str, tokenizer: Any, processor: 
     kept = [i for i, row in enumerate(rows) if processor is None or len(row["images"]) <= cfg.max_images]
     if processor is None:
         chats = [records.messages(rows[i], with_images=False) for i in kept]
-        ids = data.encode_prompts(chats, source, tokenizer, apply_chat_template=True, system_prompt="")
+        ids, starts = prompt_encoding.encode(chats, source, tokenizer)
     else:
         sizes = [[records.image_size(ref, folder) for ref in rows[i]["images"]] for i in kept]
         ids = [images.encode(processor, records.messages(rows[i], with_images=True), own)
                for i, own in zip(kept, sizes, strict=True)]  # fmt: skip
+        starts = [""] * len(ids)
     examples = []
-    for i, prompt_ids in zip(kept, ids, strict=True):
+    for i, prompt_ids, start in zip(kept, ids, starts, strict=True):
         columns = {name: rows[i][name] for name in ("id", "images", "extra_info")}
         truth = rows[i]["ground_truth"]
         truth = truth if isinstance(truth, str) else json.dumps(truth)
         if len(prompt_ids) <= cfg.max_prompt_tokens:
-            examples.append(Example(i, rows[i]["prompt"], prompt_ids, truth, columns))
+            examples.append(Example(i, rows[i]["prompt"], prompt_ids, truth, columns, start))
     limits = f"max_prompt_tokens = {cfg.max_prompt_tokens}, max_images = {cfg.max_images}"
     remedy = f"the shortest has {min(map(len, ids), default=0)} tokens; raise one, or lower max_pixels"
     require(bool(examples), limits, f"no prompt of {source} fits", remedy)

@@ -19,9 +19,7 @@ def option_parser() -> argparse.ArgumentParser:
     found.add_argument("model", help="'toy', a folder, a checkpoint of a run, or a hub id")
     found.add_argument("--row", type=int, default=0, help="row number, from 0 (default: %(default)s)")
     found.add_argument("--split", default="train", help="of a folder or hub id (default: %(default)s)")
-    found.add_argument(
-        "--system_prompt", type=console.text, default="", help="opens every chat"
-    )
+    found.add_argument("--system_prompt", type=console.text, default="", help="opens every chat")
     found.add_argument("--chat_template_kwargs", default="", help="JSON: '{\"enable_thinking\": false}'")
     found.add_argument("--no_chat_template", action="store_true", help="as with apply_chat_template off")
     return found

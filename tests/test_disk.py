@@ -14,12 +14,14 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from test_checkpoint import Config, build_tokenizer, names, trained
 
 from common.base import storage
 from common.run import branches, checkpoint, checkpoint_files
 from common.run.metrics import Log
 from common.tasks.data import Example
+from common.tasks.scoring import Scored
 
 ERRNOS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.EBUSY, errno.EROFS, errno.ESTALE, errno.EDQUOT)
 OS = (
@@ -126,7 +128,7 @@ def step(log: Log, number: int) -> None:
     with log.time("update"):
         pass
     log.end_step(number, learning_rate=1e-3)
-    log.samples(number, [Example(0, "what", [1], "2", {})], ["1"], [0.5], show=False)
+    log.samples(number, [Example(0, "what", [1], "2", {})], Scored(["1"], torch.tensor([0.5]), {}), show=False)
 
 
 @pytest.fixture(scope="module")

@@ -43,6 +43,7 @@ ALLOWED = {
     "what came over HTTP has been made into texts and numbers before it goes there",
     ("grpo/poster/scorers.py", "import_module"): "the scorer that the user names on the command line",
     ("grpo/poster/scorers.py", "spec_from_file_location"): "the same",
+    ("scripts/evaluate.py", "spec_from_file_location"): "the script whose REWARDS the user names on the command line",
     ("scripts/dev/benchmark.py", "multiprocessing"): "a process that it starts itself, for a function of its own",
     ("scripts/dev/benchmark.py", "ProcessPoolExecutor"): "the same",
     ("scripts/dev/benchmark.py", "run_path"): "a script of this project",

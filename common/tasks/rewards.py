@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from common.tasks.answer_extraction import extract_answer, last_boxed
-from common.tasks.answer_numbers import last_number
-from common.tasks.answers import answers_match, any_answer_matches, numbers_match
+from common.tasks.answer_prose import last_number
+from common.tasks.answers import accepted_texts, answers_match, batch_matches, numbers_match
 
 __all__ = [
     "Scored",

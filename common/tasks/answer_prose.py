@@ -1,0 +1,199 @@
+r"""Finds the answer in sentences: the last number that is claimed, with its unit.
+
+A number is no claim if it is
+  - negated: "not 18", "18 is wrong", 不是18; the number before it in the sentence counts instead;
+  - a part of an expression, a list in brackets or an equation for anything but a name: 10^3, x/2, 5 + 3,
+    (3, 4), x^2 = 18, "16 plus 2", "half of 36";
+  - a bound: "at least 18", "18 or more", x > 18, 18以上.
+If the last number is one of these kinds (other than negated), the sentence claims nothing.
+"18 or 19" and "18 and 19" claim a list, "18 to 20" a range.
+"""
+
+import re
+from typing import NamedTuple
+
+from common.tasks.answer_labels import LABEL
+from common.tasks.answer_numbers import find_numbers, is_part_of_expression, plain_number
+from common.tasks.answer_text import clean
+from common.tasks.answer_units import ENDS_NOUN, leading_unit
+from common.tasks.answer_values import digits, is_computation, is_name
+
+_SENTENCE_END = re.compile(r"\n+|(?<=[.!?;])(?:\s+|(?=[^\x00-\x7f]))|(?<=[^\x00-\x7f])[.!?;]")
+_NOT_BEFORE = re.compile(
+    r"(?:\b(?:not|never|cannot|neither|nor|rather than|instead of)\b|n't\b)(?!\s*only)[^,.;:]{0,40}$"
+    r"|(?:\u4e0d\u662f|\u4e0d\u7b49\u4e8e|\u4e0d\u4e3a|\u5e76\u975e|\u4e0d\u4f1a\u662f|\u800c\u975e|\u4e0d\u5e94|\u4e0d\u80fd\u662f|\u6ca1\u6709)[^,.;:\u662f\u4e3a\u800c]{0,8}$",
+    re.IGNORECASE,
+)
+_COPULA = re.compile(r"\b(?:is|are|was|were|equals?|gives?|makes?|has|have|but)\b(?! not| never)|=|\u800c\u662f|\u4f46")
+_NOT_CLAUSE = re.compile(r"not true|not the case|n't think|not think|not believe|n't believe|doubt|false that|wrong (?:that|to)", re.IGNORECASE)
+_DENIED = re.compile(r"(?:\bnot|n't|\bcannot|\bnever|[\u4e0d\u975e])\s*(?:\w+ ?){0,2}$", re.IGNORECASE)
+_NOT_AFTER = re.compile(
+    r"[^,.;:\d]{0,30}?(?:\b(?:is|are|was|were|would be|seems|looks)(?: \w+ly)? (?:wrong|incorrect|not|false|impossible|too )"
+    r"|\b(?:isn't|aren't|wasn't|can't be|cannot be)\b|\u4e0d\u5bf9|\u4e0d\u6b63\u786e|\u662f\u9519|\u4e0d\u662f|\u9519\u8bef|\u4e0d\u6210\u7acb)",
+    re.IGNORECASE,
+)
+_BOUND_BEFORE = re.compile(
+    r"(?:\b(?:at least|at most|(?:more|less|fewer|greater|larger|smaller|higher|lower|bigger) than|over|under|up to|below"
+    r"|above|exceed(?:s|ing)?|nearly|almost|(?:minimum|maximum) of|half(?: of)?|twice|double|triple|(?:square|cube)(?: root)? of"
+    r"|plus|minus|times|divided by|multiplied by|modulo|mod|to the power(?: of)?)"
+    r"|\u81f3\u5c11|\u81f3\u591a|\u6700\u591a|\u6700\u5c11|\u5927\u4e8e|\u5c0f\u4e8e|\u8d85\u8fc7|\u4e0d\u5230|\u4e0d\u8db3|\u5c11\u4e8e|\u591a\u4e8e|\u4f4e\u4e8e|\u9ad8\u4e8e|\u63a5\u8fd1|\u8fd1) ?$",
+    re.IGNORECASE,
+)
+_BOUND_AFTER = re.compile(
+    r" ?(?:[a-z]+ )?(?:more|less|fewer) than (?:[a-zA-Z]\b|\d|twice|the number)"
+    r"| ?\+(?!\d)| (?:plus|minus|times [\dA-Za-z]\b|divided by|multiplied by|squared(?! \w+)|cubed|factorial|to the power|mod)\b"
+    r"|[^,.;:\d]{0,15}?(?:\bor (?:more|less|fewer|higher|lower|above|below|over|under|so)\b|\band (?:above|below|over|up)\b"
+    r"|\u4ee5\u4e0a|\u4ee5\u4e0b|\u4ee5\u5185|\u591a(?=[\u4e2a\u4eba\u5143\u5c81]))",
+    re.IGNORECASE,
+)  # fmt: skip
+_OPERATOR_BEFORE = re.compile(r"[\w)}\]%] ?(?:[-+*/^x]|\\(?:times|div|cdot)) ?$|[\w)}\]%] ?\\(?:times|div|cdot) $|[-+*] ?\($|\d[a-zA-Z]$")
+_OPERATOR_AFTER = re.compile(r" ?(?:[+*^]|\\(?:times|div|cdot)) ?[\w\\(]| ?-(?= ?\d)| ?- ?[a-zA-Z\\](?![a-zA-Z])|[a-zA-Z]?!|/\d| ?x ?\d")
+_ATTACHED = re.compile(r"([a-zA-Z]{1,2})(?![a-zA-Z])")
+_UNIT_POWER = re.compile(r"(?:[a-zA-Z]{1,12}|[\u4e00-\u9fff]|\}) ?\^ ?\{? ?$")
+_LEFT_SIDE = re.compile(r"((?:[\w\\^{}().|'!-]+|[-+*/])(?: ?[-+*/^=] ?[\w\\^{}().|'!]+)*) ?(?:=|\\approx) ?$")
+_JOINED = re.compile(
+    r"([^,.;:=\d]{0,24}?),? ?(?P<join>\bor\b|\band\b|\bto\b|\bthrough\b|\u6216\u8005?|[\u548c\u4e0e\u53ca\u5230\u81f3]|~)"
+    r" ?(?:maybe |perhaps |possibly |even |about |else |\w ?= ?)?(?P<sign>-?)"
+)
+_UNIT_AFTER = re.compile(r"[^,;:!?()=\d]{0,40}(?:(?<=[\w}]) ?\^ ?\{?-?[1-4]\}?[^,;:!?()=\d]{0,24})?")
+_CONTEXT = 80  # characters looked at before and after a number
+
+
+class _Token(NamedTuple):
+    start: int
+    end: int
+    text: str
+    is_label: bool
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences and lines of a text that are not blank."""
+    return [part for part in _SENTENCE_END.split(text) if part.strip()]
+
+
+def last_claim(text: str) -> str | None:
+    """The last number, label or list that a text claims, with its unit; None without one."""
+    for sentence in reversed(sentences(text)):
+        has_numbers, claim = sentence_claim(sentence)
+        if has_numbers:
+            return claim
+    return None
+
+
+def last_number(text: str) -> str | None:
+    """Last number that a text claims, without its unit, as `plain_number` writes it; `a/b` and `%` are kept."""
+    numbers = find_numbers(last_claim(text) or "")[1]
+    return plain_number(numbers[0]) if len(numbers) == 1 else None
+
+
+def first_claim(text: str) -> str | None:
+    """The claim of the first clause with a number, for "4 each, so that 3 children get all"; None if it has several."""
+    for clause in re.split(r"[,;:](?!\d)|\.(?=\s)|\n", text[:2000]):
+        tokens = _tokens(_plain(clause))
+        if tokens:
+            is_single = len(tokens) == 1 or "=" in clause
+            return sentence_claim(clause)[1] if is_single else None
+    return None
+
+
+def sentence_claim(sentence: str) -> tuple[bool, str | None]:
+    """Whether a sentence holds numbers, and what it claims."""
+    plain = _plain(sentence)
+    tokens = _tokens(plain)
+    for index in reversed(range(len(tokens))):
+        token, before = tokens[index], plain[max(0, tokens[index].start - _CONTEXT) : tokens[index].start]
+        after = plain[token.end : token.end + _CONTEXT]
+        if _UNIT_POWER.search(before) and re.search(r"\d ?[^\d]{1,14}$", before):  # the 2 of 42 cm^2
+            continue
+        if _is_negated(before, after):
+            continue
+        if token.is_label:
+            return True, token.text
+        if not _is_claimed(plain, token, before, after):
+            return True, None
+        claim = token.text + _unit_after(token, after)
+        return True, _with_previous(plain, tokens[:index], token, claim)
+    return bool(tokens), None
+
+
+def _plain(sentence: str) -> str:
+    return find_numbers(digits(clean(sentence), everywhere=False))[0]
+
+
+def _tokens(plain: str) -> list[_Token]:
+    labels = [_Token(*match.span(), match[0], True) for match in LABEL.finditer(plain) if not _is_difference(plain, match)]
+    tokens, at = [], 0
+    for number in find_numbers(plain)[1]:
+        while at < len(labels) and labels[at].start <= number.start():
+            tokens.append(labels[at])
+            at += 1
+        if not tokens or number.start() >= tokens[-1].end:
+            tokens.append(_Token(*number.span(), plain_number(number), False))
+    return [*tokens, *labels[at:]]
+
+
+def _is_difference(plain: str, label: re.Match) -> bool:
+    """Whether digits with dashes are a computation, as in 16-3-4=9 or x = 10-5."""
+    return bool(re.match(r" ?[=+*/]", plain[label.end() :][:2])) or plain[: label.start()].rstrip()[-1:] in "+*/^"  # noqa: E203
+
+
+def is_denied(before: str) -> bool:
+    """Whether what follows is denied: "I do not think that", "cannot", \u4e0d."""
+    clause = re.split("[,;.]", before)[-1]
+    return bool(_NOT_CLAUSE.search(clause) or _DENIED.search(clause))
+
+
+def _is_negated(before: str, after: str) -> bool:
+    negation = _NOT_BEFORE.search(before)
+    if negation and not _COPULA.search(negation[0]):
+        return True
+    return bool(_NOT_AFTER.match(after) or _NOT_CLAUSE.search(re.split("[,;]", before)[-1]))
+
+
+def _is_claimed(plain: str, token: _Token, before: str, after: str) -> bool:
+    number = re.compile(re.escape(plain[token.start : token.end])).match(plain, token.start)
+    if is_part_of_expression(plain, number) or _BOUND_BEFORE.search(before) or _BOUND_AFTER.match(after):
+        return False
+    has_sign = plain[token.start] in "+-"
+    if (_OPERATOR_BEFORE.search(before) and not has_sign) or _OPERATOR_AFTER.match(after):
+        return False
+    attached = _ATTACHED.match(after)
+    if attached and attached[1] not in ("st", "nd", "rd", "th") and not leading_unit(after)[0].dimensions:
+        return False
+    left = _LEFT_SIDE.search(before)
+    return not left or all(is_name(side) or is_computation(side) for side in re.split(" ?= ?", left[1].strip()) if side)
+
+
+def _unit_after(token: _Token, after: str) -> str:
+    if token.text.endswith("%"):
+        return ""
+    words = []
+    for word in re.split(r"\.(?:\s|$)", _UNIT_AFTER.match(after)[0])[0].split():
+        if word.lower() in ENDS_NOUN - {"per"}:
+            break
+        words.append(word)
+    return "".join(f" {word}" for word in words)
+
+
+def _with_previous(plain: str, previous: list[_Token], token: _Token, claim: str) -> str | None:
+    """The claim, or the list or compound quantity that it ends."""
+    if not previous:
+        return claim
+    between = plain[previous[-1].end : token.start]
+    first = previous[-1].text
+    unit = leading_unit(between.strip())[0]
+    if unit.dimensions and re.fullmatch(r" ?[^\d,.;:=]{1,16},? ?(?:and )?", between):
+        own = leading_unit(claim.removeprefix(token.text).strip())[0]
+        if own.dimensions == unit.dimensions and own.size < unit.size:  # 2 hours and 30 minutes
+            return f"{first} {between.strip().removesuffix('and').strip(' ,')} {claim}"
+    if re.fullmatch(r",? ?[a-zA-Z] ?= ?", between) and re.search(r"(?<![\w^*/+-])[a-zA-Z] ?= ?$", plain[: previous[-1].start][-8:]):
+        return f"{first}, {claim}"  # x = 2, y = 3
+    joined = _JOINED.fullmatch(between)
+    if not joined or len(joined[1].split()) > 3:
+        return claim
+    join = joined["join"]
+    if join in ("or", "\u6216", "\u6216\u8005"):
+        return f"{first}{joined[1].rstrip(' ,')} or {claim}"
+    if join in ("and", "\u548c", "\u4e0e", "\u53ca"):
+        return f"{first}{joined[1].rstrip(' ,')}, {claim}"
+    return f"{first}~{claim}"

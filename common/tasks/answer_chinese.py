@@ -15,13 +15,13 @@ _DIGITS = {char: value for value, chars in enumerate(["〇零", "一壹", "二�
 _SCALES = {"亿": 10**8, "億": 10**8, "万": 10**4, "萬": 10**4, "千": 1000, "仟": 1000, "百": 100, "佰": 100, "十": 10, "拾": 10}
 _NUMERAL = f"[{''.join(_DIGITS)}{''.join(_SCALES)}]"
 _DECIMAL = rf"{_NUMERAL}{{1,4}}点[{''.join(_DIGITS)}]{{1,9}}[万亿]?(?![分钟半刻])"  # 三点五, but 三点五分 is a time
-_N = rf"(?:\d+(?:\.\d+)?|{_DECIMAL}|{_NUMERAL}{{1,30}})"
+_N = rf"(?:(?<![\d.])\d{{1,20}}(?:\.\d{{1,20}})?|{_DECIMAL}|{_NUMERAL}{{1,30}})"
 _UNIT_AHEAD = "(?![米克瓦卡帕焦伏赫字])"  # 千米 is a kilometre
 _FRACTION = re.compile(rf"(?:(?P<whole>{_N})又)?(?P<below>{_N})分之(?P<above>{_N})")
+_SCALE = rf"(?:[亿億万萬百]|千{_UNIT_AHEAD})"
 _NUMBER = re.compile(
-    rf"\d+(?:,\d{{3}})*(?:\.\d+)? ?(?:[亿億万萬百]|千{_UNIT_AHEAD})(?:(?:\d+(?:\.\d+)?)?(?:[亿億万萬百]|千{_UNIT_AHEAD}))*"
-    rf"(?:\d+(?!\d*[年月日点]))?"
-    rf"|{_DECIMAL}|{_NUMERAL}{{1,30}}"
+    rf"(?<![\d.,])\d{{1,20}}(?:,\d{{3}}){{0,6}}(?:\.\d{{1,20}})? ?{_SCALE}(?:(?:\d{{1,9}}(?:\.\d{{1,9}})?)?{_SCALE}){{0,4}}"
+    rf"(?:\d{{1,4}}(?!\d*[年月日点]))?|{_DECIMAL}|{_NUMERAL}{{1,30}}"
 )
 _IS_ORDINAL = re.compile(r"(?:第|初|星期|礼拜|周|之|唯|统|万)$")
 _RESULT_BEFORE = re.compile(r"(?:[是为有剩下余得到于要需共买卖多少付花用收用重长高宽深约负]|还剩|答案|[:=]) ?$")

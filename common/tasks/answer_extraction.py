@@ -64,9 +64,10 @@ def last_boxed(text: str) -> str | None:
 
 
 def extract_answer(text: str) -> str | None:
-    """Final answer of a completion, in the normal form of `clean`, with its unit; None without one."""
+    """Final answer of a completion, in normal form, with its unit; None without one."""
     found = extract_answers(text)
-    return found[0] if found else None
+    answer = read(found[0]) if found else None
+    return answer.text if answer and not answer.letter else (found or [None])[0]
 
 
 def extract_answers(text: str) -> list[str]:

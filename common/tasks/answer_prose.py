@@ -47,7 +47,7 @@ _BOUND_AFTER = re.compile(
     re.IGNORECASE,
 )  # fmt: skip
 _OPERATOR_BEFORE = re.compile(r"[\w)}\]%] ?(?:[-+*/^x]|\\(?:times|div|cdot)) ?$|[\w)}\]%] ?\\(?:times|div|cdot) $|[-+*] ?\($|\d[a-zA-Z]$")
-_OPERATOR_AFTER = re.compile(r" ?(?:[+*^]|\\(?:times|div|cdot)) ?[\w\\(]| ?-(?= ?\d)| ?- ?[a-zA-Z\\](?![a-zA-Z])|[a-zA-Z]?!|/\d| ?x ?\d")
+_OPERATOR_AFTER = re.compile(r" ?(?:[+*]|\^(?! ?\\circ)|\\(?:times|div|cdot)) ?[\w\\(]| ?-(?= ?\d)| ?- ?[a-zA-Z\\](?![a-zA-Z])|[a-zA-Z]?!|/\d| ?x ?\d")
 _ATTACHED = re.compile(r"([a-zA-Z]{1,2})(?![a-zA-Z])")
 _UNIT_POWER = re.compile(r"(?:[a-zA-Z]{1,12}|[\u4e00-\u9fff]|\}) ?\^ ?\{? ?$")
 _LEFT_SIDE = re.compile(r"((?:[\w\\^{}().|'!-]+|[-+*/])(?: ?[-+*/^=] ?[\w\\^{}().|'!]+)*) ?(?:=|\\approx) ?$")

@@ -62,15 +62,12 @@ PROSE = re.compile(
 
 def clean(text: str) -> str:
     r"""Normal form: no math delimiters, fonts or markup; `\dfrac` as `\frac`, thin spaces as spaces."""
-    text = _THOUSANDS_SPACE.sub("", _BEFORE_FRACTION_CHARACTER.sub(" ", text))
-    text = _SUPERSCRIPT_RUN.sub(lambda m: f"^{{{m[0].translate(_SUPERSCRIPTS)}}}", text)
-    text = _SQUARE_ROOT.sub(lambda m: rf"\sqrt{{{m[1] or m[2]}}}", text)
-    text = ascii_signs(text)
+    text = _THOUSANDS_SPACE.sub("", ascii_signs(text)).replace("{,}", ",")
     if "\\" in text or "~" in text:
         text = _NOTHING.sub("", _SPACING.sub(" ", text))
         for _ in range(2):  # a font in a font
             text = _MATH_FONT.sub(r"\1", _TEXT_FONT.sub(_as_words, text))
-        text = re.sub(r"\\[dtc]frac", r"\\frac", text).replace("{,}", ",").replace("\\%", "%")
+        text = re.sub(r"\\[dtc]frac", r"\\frac", text).replace("\\%", "%")
         text = re.sub(r"\\(?:leq|leqslant)(?![a-zA-Z])", r"\\le", re.sub(r"\\(?:geq|geqslant)(?![a-zA-Z])", r"\\ge", text))
         text = re.sub(r"\\degree(?![a-zA-Z])|\^ ?\{ ?\\circ ?\}", r"^\\circ", text)
     if "$" in text:
@@ -88,7 +85,12 @@ def clean(text: str) -> str:
 
 def ascii_signs(text: str) -> str:
     """Full-width forms and signs of mathematics as ASCII or LaTeX; invisible characters removed."""
-    return text if text.isascii() else _FULL_WIDTH_COMMA.sub(", ", text).translate(_REPLACEMENTS)
+    if text.isascii():
+        return text
+    text = _THOUSANDS_SPACE.sub("", _BEFORE_FRACTION_CHARACTER.sub(" ", text))
+    text = _SUPERSCRIPT_RUN.sub(lambda m: f"^{{{m[0].translate(_SUPERSCRIPTS)}}}", text)
+    text = _SQUARE_ROOT.sub(lambda m: rf"\sqrt{{{m[1] or m[2]}}}", text)
+    return _FULL_WIDTH_COMMA.sub(", ", text).translate(_REPLACEMENTS)
 
 
 def _as_words(match: re.Match) -> str:

@@ -41,7 +41,7 @@ class Items(NamedTuple):
 
 
 class Label(NamedTuple):
-    """A date, time, ratio or range, in normal form."""
+    """A date, time, ratio, range or number with a base, in normal form."""
 
     text: str
 
@@ -129,6 +129,7 @@ _NO_UNIT_WORD = re.compile(
 )  # fmt: skip
 _UNIT_TEXT = re.compile(r"(?:[^\W\d]|[ /.$%\u20ac\xa3\xa5\u20b9'\-\u4e00-\u9fff]|\^ ?\{?-?[1-4]\}?|\^ ?\\circ|\\cdot)+")
 _COMPOUND = re.compile(r"(.+?),? ?(?:and )?(\d+(?:\.\d+)?) ?(\D+)")
+_WITH_BASE = re.compile(r"(\d\w*?)_(?:(\d+)|\{ ?(\d+) ?\})")  # 101_2 is not 101_3
 _MAX_READ = 2000  # characters; a longer answer is compared as text
 
 
@@ -173,6 +174,8 @@ def _read(text: str, depth: int) -> Answer | None:
     text = digits(text)
     if re.match(r"[a-zA-Z] ?[^a-zA-Z]|[a-zA-Z] |at |no |up |[mlgfou]\w+ ", text):
         text = relations(text)
+    if based := _WITH_BASE.fullmatch(text):
+        return Answer(Label(f"{based[1]}_{based[2] or based[3]}"), text)
     if label := normal_label(text):
         return Answer(Label(label), text)
     if number := _number(text):

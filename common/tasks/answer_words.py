@@ -24,14 +24,14 @@ _WORDS = re.compile(
     rf"(?<![\w\\-])(?:an?[ -](?={_SCALE_WORD}))?(?:{_SMALL_WORD}|(?:(?<=[aA] )|(?<=[aA]n ))(?:{_SCALE_WORD}))"
     rf"(?:(?:[ -]|[ -]and[ -])(?:{_SMALL_WORD}|(?:{_SCALE_WORD})s?)){{0,12}}(?!\w)", re.IGNORECASE,
 )  # fmt: skip
-_NUMBER = r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?"
+_NUMBER = r"(?<![\w.,])\d{1,20}(?:,\d{3}){0,6}(?:\.\d{1,20})?"
 _SCALED = re.compile(rf"({_NUMBER})[ -]?({_SCALE_WORD})s?\b(?:[ -]({_SCALE_WORD})s?\b)?", re.IGNORECASE)
 _LETTERED = re.compile(rf"({_NUMBER})(?: ?(k)|(K|M|B|T|mn|mln| ?bn))(?=$|[\s,;!?)]|\.(?:\s|$))")
 _PART_WORD = "halves|" + "|".join(rf"{word}s?" for word in _PARTS)
 _FRACTION = re.compile(
     rf"(?<![\w.-])(?:(\d+|{_SMALL_WORD})[ -]and[ -])?({_SMALL_WORD}|an?)[ -]({_PART_WORD})\b|^half$", re.IGNORECASE
 )  # words only: 3 quarters are coins
-_BELOW_ZERO = re.compile(r"(?<![\w.-])(\d+(?:\.\d+)?)((?: ?degrees?| ?\^\\circ ?)?(?: ?[CF])?) below zero", re.IGNORECASE)
+_BELOW_ZERO = re.compile(r"(?<![\w.-])(\d{1,20}(?:\.\d{1,20})?)((?: ?degrees?| ?\^\\circ ?)?(?: ?[CF])?) below zero", re.IGNORECASE)
 _AFTER_VERB = re.compile(
     r"(?:\b(?:is|are|was|were|be|equals?|has|have|had|gets?|got|makes?|leaves?|needs?|takes?|costs?|only|exactly|total"
     r"|remaining|minus|negative)|[:=]) ?$", re.IGNORECASE,

@@ -227,7 +227,8 @@ def _are_equal(found: Answer, gold: Answer, ask: Ask) -> bool:
     if isinstance(right, Number):
         return isinstance(left, Number) and same_quantity(*left, *right)
     if isinstance(right, Label | Word):
-        return left == right or _squeezed(found.text) == _squeezed(gold.text)
+        has_no_base = isinstance(left, Number) and found.text == right.text.partition("_")[0]
+        return left == right or has_no_base or _squeezed(found.text) == _squeezed(gold.text)
     if isinstance(left, Label | Word | Choice):
         return _squeezed(found.text) == _squeezed(gold.text)
     return _are_equal_formulas(found, gold, ask)
@@ -236,8 +237,8 @@ def _are_equal(found: Answer, gold: Answer, ask: Ask) -> bool:
 def _are_equal_formulas(found: Answer, gold: Answer, ask: Ask) -> bool:
     left, right = found.value, gold.value
     if Items in (type(left), type(right)):  # an interval may answer an inequality, and the other way round
-        is_interval = isinstance(right, Items | Formula) and _INTERVAL.search(found.text + gold.text)
-        return bool(is_interval and ask(gold.text, found.text))
+        inequality, interval = (found, gold) if isinstance(right, Items) else (gold, found)
+        return bool(_INTERVAL.search(inequality.text)) and ask(inequality.text, interval.text)
     if left.unit.dimensions and right.unit.dimensions and left.unit != right.unit:
         return False
     if isinstance(left, Number):

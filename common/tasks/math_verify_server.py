@@ -20,11 +20,19 @@ import signal
 import time
 from collections import deque
 
+import sympy
 from math_verify import LatexExtractionConfig, parse, verify
+from sympy.core.relational import Relational
 
-FIRST_LIMIT = 0.1  # seconds of the first attempt; each further attempt gets four times as long
+FIRST_LIMIT = 0.05  # seconds of the first attempt; each further attempt gets four times as long
 MEMORY = 4 << 30  # bytes; a power tower would fill the host's memory
-PROBES = ("7/5", "11/3", "13/7", "17/11", "19/13", "23/17")  # values of variables
+POINTS = (("7/5", "11/3", "13/7", "17/11", "19/13"), ("-5/3", "-9/7", "23/17", "-2/11", "29/19"))  # of variables
+WHOLE_POINTS = (("7", "3", "5", "4", "6"), ("12", "9", "10", "8", "11"))  # where sums and factorials have values
+WHOLE = (sympy.Sum, sympy.Product, sympy.factorial, sympy.binomial, sympy.floor, sympy.ceiling, sympy.Mod)
+WARM_UP = (
+    (r"\frac{x + 1}{\sqrt{2}} - 3\pi y^{2}", r"y = 2 x_1 + \sin(x)"), ("(2, 5]", r"2 < x \le 5"),
+    (r"[-1, \infty) \cup \{3\}", r"e^{-x}(a - b) \cdot \ln 2"),
+)  # fmt: skip
 
 
 @functools.lru_cache(maxsize=512)
@@ -40,54 +48,68 @@ def is_right(gold: str, found: str | None) -> bool:
     if not parsed or found is None:
         return bool(parsed)
     other = expression(found)
-    return bool(verify(parsed, other, timeout_seconds=None)) and is_exact(parsed[0], other[0])
+    if not other:
+        return False
+    if (is_equal := have_equal_values(parsed[0], other[0])) is not None:
+        return is_equal
+    return bool(verify(parsed, other, timeout_seconds=None)) and has_equal_ends(parsed[0], other[0])
 
 
-def is_exact(left: object, right: object) -> bool:
-    """False if two values that Math-Verify calls equal differ after all: it rounds to 6 places, 2^-98 to 0."""
-    import sympy
-
-    if left == right or not isinstance(left, sympy.Basic) or not isinstance(right, sympy.Basic):
+def have_equal_values(left: object, right: object) -> bool | None:
+    """Whether two expressions or relations are equal at two points, to 100 digits; None if they have no values."""
+    if isinstance(left, Relational) and isinstance(right, Relational):
+        return are_multiples(left, right)
+    if not (isinstance(left, sympy.Expr) and isinstance(right, sympy.Expr)) or left.is_Symbol or right.is_Symbol:
+        return None
+    if left == right:
         return True
-    pair = [value.rhs if isinstance(value, sympy.Eq) and not isinstance(value.rhs, sympy.Expr) else value for value in (left, right)]
-    if any(isinstance(value, sympy.Set) for value in pair):
-        pair = [value.as_set() if hasattr(value, "as_set") else value for value in pair]
-    left, right = pair
-    if isinstance(left, sympy.Interval) and isinstance(right, sympy.Interval):
-        return is_exact(left.start, right.start) and is_exact(left.end, right.end)
-    if isinstance(left, sympy.core.relational.Relational) and isinstance(right, sympy.core.relational.Relational):
-        return are_multiples(left.lhs - left.rhs, right.lhs - right.rhs)
-    if isinstance(left, sympy.core.relational.Relational):
-        left = left.rhs
-    if isinstance(right, sympy.core.relational.Relational):
-        right = right.rhs
-    if not isinstance(left, sympy.Expr) or not isinstance(right, sympy.Expr):
+    (difference, left, right), names = exact(left - right, left, right)
+    is_zero = []
+    for point in points(left, right, names):
+        value = abs(difference.subs(point).evalf(20, maxn=300))
+        size = sum(abs(side.subs(point).evalf(20)) for side in (left, right))
+        if not (value.is_number and size.is_number and size.is_finite):
+            return None
+        is_zero.append(bool(value <= size * sympy.Rational(1, 10**100)))
+    return all(is_zero)
+
+
+def are_multiples(left: Relational, right: Relational) -> bool:
+    """Whether relations say the same because one is a multiple of the other: 2x > 6 and 3 < x."""
+    (left_side, right_side), names = exact(left.lhs - left.rhs, right.lhs - right.rhs)
+    point = points(left_side, right_side, names)[0]
+    ratio = sympy.nsimplify((left_side / right_side).subs(point), rational=True)
+    is_same_way = left.rel_op == right.rel_op and (ratio > 0 or left.rel_op in ("==", "!="))
+    is_turned = left.rel_op == right.reversed.rel_op and ratio < 0
+    return bool(is_same_way or is_turned) and have_equal_values(left_side, ratio * right_side) is True
+
+
+def exact(*expressions: sympy.Expr) -> tuple[list, list]:
+    """Expressions with exact decimals, and the variables in them."""
+    values = [
+        value.doit().replace(lambda part: isinstance(part, sympy.Float), lambda part: sympy.Rational(str(part)))
+        for value in expressions
+    ]
+    return values, sorted(set().union(*(value.free_symbols for value in values)), key=str)
+
+
+def points(left: sympy.Expr, right: sympy.Expr, names: list) -> list[dict]:
+    """Two points at which expressions are compared."""
+    is_whole = any(side.has(*WHOLE) for side in (left, right))
+    return [
+        {name: sympy.Rational(point[i % len(point)]) for i, name in enumerate(names)}
+        for point in (WHOLE_POINTS if is_whole else POINTS)
+    ]
+
+
+def has_equal_ends(left: object, right: object) -> bool:
+    """False if ends of intervals that Math-Verify calls equal differ: it rounds to 6 places, and 2^-98 to 0."""
+    sides = [side.rhs if isinstance(side, sympy.Eq) and isinstance(side.rhs, sympy.Set) else side for side in (left, right)]
+    sides = [side.as_set() if isinstance(side, Relational) else side for side in sides]
+    if not all(isinstance(side, sympy.Interval) for side in sides):
         return True
-    return all(is_close(value, other) for value, other in zip(probed(left, right), probed(right, left), strict=True))
-
-
-def are_multiples(left: object, right: object) -> bool:
-    """Whether one side is a constant times the other, as of x > 1 and 2x > 2."""
-    ratios = [value / other for value, other in zip(probed(left, right), probed(right, left), strict=True) if other]
-    return all(is_close(ratio, ratios[0]) for ratio in ratios[1:])
-
-
-def probed(value: object, other: object) -> list:
-    """An expression at two points, to 40 digits; decimals in it are exact."""
-    import sympy
-
-    exact = value.doit().replace(lambda part: isinstance(part, sympy.Float), lambda part: sympy.Rational(str(part)))
-    symbols = sorted(value.free_symbols | other.free_symbols, key=str)
-    points = [{symbol: sympy.Rational(PROBES[(i + shift) % len(PROBES)]) for i, symbol in enumerate(symbols)} for shift in (0, 1)]
-    return [exact.subs(point).evalf(40, maxn=500) for point in points]
-
-
-def is_close(value: object, other: object) -> bool:
-    """Equality to 30 digits; True for what has no numerical value."""
-    difference, size = abs(value - other), abs(value) + abs(other)
-    if not (difference.is_number and size.is_number and size.is_finite):
-        return True
-    return bool(difference <= size * 10**-30)
+    ends = [have_equal_values(getattr(sides[0], end), getattr(sides[1], end)) for end in ("start", "end")]
+    return False not in ends
 
 
 class Worker:
@@ -186,7 +208,8 @@ def main() -> None:
     with contextlib.suppress(ValueError, OSError):  # where the system forbids it
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     replies, sys.stdout = sys.stdout, sys.stderr  # what a parser prints must not be read as a reply
-    is_right("x + 1", "1 + x")  # fills the parser's tables before the workers are forked
+    for gold, found in WARM_UP:  # fills the parser's tables before the workers are forked
+        is_right(gold, found)
     print("ready", file=replies, flush=True)
     server = Server()
     for line in sys.stdin:

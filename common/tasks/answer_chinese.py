@@ -1,7 +1,7 @@
 """Chinese numerals and forms as ASCII: three fifths, ten thousands, percentages, dates, comparisons.
 
 三分之二 is 2/3, 百分之五十 is 50%, 二又三分之一 is 2 1/3, 负三 is -3, 1.2万 is 12000, 三点五 is 3.5, 八成 is
-80%, 2024年1月5日 is 2024-1-5, 下午3点半 is 15:30, 3比5 is 3:5 and x大于3 is x>3.
+80%, 2024年1月5日 is 2024-1-5, 下午3点半 is 15:30 and 3比5 is 3:5.
 
 A single 一 or 三 is often no number (一起, 三角形), so in running text a numeral counts if it has several
 characters or stands where a result stands: after 是, 有, 剩 or the like, before a measure word or the end.
@@ -12,7 +12,18 @@ from fractions import Fraction
 
 _DIGITS = {char: value for value, chars in enumerate(["〇零", "一壹", "二两贰", "三叁", "四肆", "五伍", "六陆", "七柒", "八捌", "九玖"])
            for char in chars}  # fmt: skip
-_SCALES = {"亿": 10**8, "億": 10**8, "万": 10**4, "萬": 10**4, "千": 1000, "仟": 1000, "百": 100, "佰": 100, "十": 10, "拾": 10}
+_SCALES = {
+    "亿": 10**8,
+    "億": 10**8,
+    "万": 10**4,
+    "萬": 10**4,
+    "千": 1000,
+    "仟": 1000,
+    "百": 100,
+    "佰": 100,
+    "十": 10,
+    "拾": 10,
+}
 _NUMERAL = f"[{''.join(_DIGITS)}{''.join(_SCALES)}]"
 _DECIMAL = rf"{_NUMERAL}{{1,4}}点[{''.join(_DIGITS)}]{{1,9}}[万亿]?(?![分钟半刻])"  # 三点五, but 三点五分 is a time
 _N = rf"(?:(?<![\d.])\d{{1,20}}(?:\.\d{{1,20}})?|{_DECIMAL}|{_NUMERAL}{{1,30}})"
@@ -25,12 +36,12 @@ _NUMBER = re.compile(
 )
 _IS_ORDINAL = re.compile(r"(?:第|初|星期|礼拜|周|之|唯|统|万)$")
 _RESULT_BEFORE = re.compile(r"(?:[是为有剩下余得到于要需共买卖多少付花用收用重长高宽深约负]|还剩|答案|[:=]) ?$")
-_RESULT_AFTER = re.compile(r"(?:$|[\s,.;!?)]|[个只本支张人名位条块辆件朵棵箱瓶元角天年月日时分秒周次倍米克斤公千厘毫平立吨升度岁页组种套双对袋包盒杯碗台间层排行列题道篇首枚颗粒根把串盘片头匹座栋])")  # noqa: E501
-_NOT_ALONE = re.compile(r"[一十](?=[共起样定些般直切旦边半面分]|个人$)|三角|四边|四周|[千百]分|千万(?!元)|万一|[一二三四五六七八九][一二三四五六七八九](?![一二三四五六七八九〇零])")  # noqa: E501
-_RELATIONS = (
-    (r"(?:大于(?:或|)等于|不小于|不少于|不低于|至少为)", r"\ge "), (r"(?:小于(?:或|)等于|不大于|不超过|不多于|不高于)", r"\le "),
-    (r"(?:不等于|≠)", r"\ne "), (r"大于", ">"), (r"小于", "<"), (r"等于", "="),
-)  # fmt: skip
+_RESULT_AFTER = re.compile(
+    r"(?:$|[\s,.;!?)]|[个只本支张人名位条块辆件朵棵箱瓶元角天年月日时分秒周次倍米克斤公千厘毫平立吨升度岁页组种套双对袋包盒杯碗台间层排行列题道篇首枚颗粒根把串盘片头匹座栋])"
+)  # noqa: E501
+_NOT_ALONE = re.compile(
+    r"[一十](?=[共起样定些般直切旦边半面分]|个人$)|三角|四边|四周|[千百]分|千万(?!元)|万一|[一二三四五六七八九][一二三四五六七八九](?![一二三四五六七八九〇零])"
+)  # noqa: E501
 
 
 def to_ascii(text: str, *, everywhere: bool) -> str:
@@ -43,23 +54,16 @@ def to_ascii(text: str, *, everywhere: bool) -> str:
     """
     if text.isascii():
         return text
+    text = text.replace("一半", "1/2") if everywhere else text
     text = re.sub(r"(?:周|礼拜|星期)([一二三四五六日天])", lambda m: "星期" + m[1].replace("天", "日"), text)
     text = re.sub(r"(\d)%?比(\d)", r"\1:\2", _dates(text))
     text = re.sub(rf"百分之({_N})", lambda m: f"{_text(value(m[1]))}%", text)
     text = _FRACTION.sub(_as_fraction, text)
     text = re.sub(rf"({_N})成(?![为功立本绩员熟长就果分都])", lambda m: f"{_text(value(m[1]) * 10)}%", text)
     text = _NUMBER.sub(lambda m: _as_number(m, everywhere), text)
-    text = text.replace("一半", "1/2") if everywhere else text
     text = re.sub(r"(?:负|零下) ?(?=\d)", "-", text)
     text = re.sub(r"(?<=\d)(个|小时|年|天|倍)半", lambda m: f".5{m[1]}", text)
     return re.sub(r"(?<=\d)‰", "e-3", text)
-
-
-def relations(text: str) -> str:
-    """x大于3 as x>3, in a text that is an answer as a whole."""
-    for words, sign in _RELATIONS:
-        text = re.sub(words, lambda _, sign=sign: sign, text)
-    return text
 
 
 def value(numeral: str) -> Fraction:

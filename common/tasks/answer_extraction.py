@@ -20,31 +20,35 @@ that 3 children get all" is 4.
 
 import re
 
+from common.tasks.answer_phrases import affirmed
 from common.tasks.answer_prose import first_claim, is_denied, last_claim, sentences
 from common.tasks.answer_text import PROSE, ascii_signs, clean
-from common.tasks.answer_values import CHOICES, Choice, Items, Label, Word, affirmed, digits, read
+from common.tasks.answer_values import CHOICES, Choice, Items, Label, Word, digits, read
 from common.tasks.thinking import after_thought
 
 _BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?: *(?P<box>\{)|\s+(?P<bare>[^\s{}$\\]+))|\\.|[{}]", re.DOTALL)
 _STATED = re.compile(
     r"\b(?:answer|result|solution|choice|option)s?\b[*_]*(?:[ \t]*(?:is|are|was|would be|should be|must be|:|=|->)[*_]*)+(?!\s*\w+ing\b)"
     r"|\b(?:answer|option|choice)[ *_]+(?=\(?[A-Z]\)?(?![\w']))"
-    r"|(?:\u7b54\u6848|\u89e3\u96c6|(?:\u6700\u7ec8|\u6700\u540e)?\u7ed3\u679c|\u7b54)(?:\u5e94?\u8be5?[\u662f\u4e3a\u9009:\u5f97]|\u7b49\u4e8e|\u3011|\])+"
-    r"|(?<![\u4e0d\u672a\u6ca1\u522b\u80fd\u9898\u6311\u5019\u5f53])\u9009(?:\u62e9)?(?:\u9879)?[\s:]*(?=[($\\]*[A-Z](?![a-z]))",
+    r"|(?:答案|解集|(?:最终|最后)?结果|答)(?:应?该?[是为选:得]|等于|\u3011|\])+"
+    r"|选(?:择)?(?:项)?[\s:]*(?=[($\\]*[A-Z](?![a-z]))",
     re.IGNORECASE,
 )  # fmt: skip
 _CORRECT_LETTER = re.compile(
-    r"(?<![\w'])\(?([A-Z])\)? (?:is|must be|would be) (?:the )?(?:correct|right|best)\b(?! only)"
-    r"|(?<![\w'])([A-Z]) ?(?:\u9879)?(?:\u662f?\u6b63\u786e|\u662f\u5bf9\u7684)"
+    r"(?<![\w'])\(?([A-Z])\)? (?:is|must be|would be) (?:the )?(?:correct|right|best|answer)\b"
+    r"|(?<![\w'])([A-Z]) ?(?:项)?(?:是?正确|是对的)"
 )
-_CORRECTED = re.compile(r"\b(?:wait|actually|correction|sorry|oops|mistake)\b|\u4e0d\u5bf9|\u66f4\u6b63|\u7b49\u7b49|\u9519\u4e86", re.IGNORECASE)
+_CORRECTED = re.compile(r"\b(?:wait|actually|correction|sorry|oops|mistake)\b|不对|更正|等等|错了", re.IGNORECASE)
+_CONTINUED = re.compile(r"=|^\W*(?:so|thus|therefore|hence|then|altogether|in total|所以|因此)\b", re.IGNORECASE)
 _COPULA = re.compile(
-    r"\b(?:is|are|was|were|equals?|be|becomes?|gives)\b(?! not\b|n't)|(?<!\d):(?!\d)|(?<![<>!=])=(?!=)|(?<![\u4e0d])(?:\u7b49\u4e8e|\u662f|\u4e3a)"
+    r"\b(?:is|are|was|were|equals?|be|becomes?|gives)\b(?! not\b|n't)|(?<!\d):(?!\d)|(?<![<>!=])=(?!=)|(?<![不])(?:等于|是|为)"
 )
-_LEADING_LETTER = re.compile(rf"[\s*_(]*([{CHOICES}])(?:\)|(?=[\s*.,:;)]|\u9879|$))(?! [a-z])")
-_LEADING_VERDICT = re.compile(r"[\s*_]*(yes|no|true|false|correct|incorrect|\u5bf9|\u9519|\u6b63\u786e|\u9519\u8bef|\u662f\u7684|\u4e0d\u662f)[*_]*(?=[\s]*[,.!;\n]|\s*$)", re.IGNORECASE)
+_LEADING_LETTER = re.compile(rf"[\s*_(]*([{CHOICES}])(?:\)|(?=[\s*.,:;)]|项|$))(?! [a-z])")
+_LEADING_VERDICT = re.compile(
+    r"[\s*_]*(yes|no|true|false|correct|incorrect|对|错|正确|错误|是的|不是)[*_]*(?=[\s]*[,.!;\n]|\s*$)", re.IGNORECASE
+)
 _CLOSING_VERDICT = re.compile(
-    r"(?:no (?:real |integer )?solutions?|does not exist|\u65e0(?:\u5b9e\u6570)?\u89e3|\u6ca1\u6709\u89e3|\u4e0d\u5b58\u5728|(?<!\u4e0d)(?:\u6b63\u786e|\u9519\u8bef|\u6210\u7acb)|\u4e0d\u6b63\u786e|\u4e0d\u5bf9|\u4e0d\u6210\u7acb)\u7684?$",
+    r"(?:no (?:real |integer )?solutions?|does not exist|无(?:实数)?解|没有解|不存在|(?<!不)(?:正确|错误|成立)|不正确|不对|不成立)的?$",
     re.IGNORECASE,
 )
 _TAIL = 2000  # characters from a statement on, and of the last sentence, that are read
@@ -95,7 +99,7 @@ def extract_answers(text: str) -> list[str]:
             return [answer]
         return _present(last_claim(text), answer)
     line = clean(text)
-    is_expression = "\n" not in text.strip() and (not PROSE.search(line) or len(line) < 200 and read(line))
+    is_expression = "\n" not in text.strip() and (not PROSE.search(line) or (len(line) < 200 and read(line)))
     if has_tag or is_expression:
         value = read(line)
         is_word = value is not None and isinstance(value.value, Word)
@@ -119,7 +123,9 @@ def _stated(text: str) -> str | None:
     if last is None or _CORRECTED.search(text, last.end()):
         return None
     rest = text[last.end() : last.end() + _TAIL].lstrip(" *_:\n")
-    return next(iter(sentences(rest)), None)
+    said, *others = sentences(rest) or [""]
+    is_final = _LEADING_LETTER.match(said) or not any(map(_CONTINUED.search, others))
+    return said if said and is_final else None
 
 
 def _decided(text: str) -> str | None:

@@ -7,8 +7,11 @@ to 20" and "between 18 and 20" are 18-20.
 
 import re
 
-_MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
-_MONTH = r"(jan|feb|mar|apr|may|june?|july?|aug|sept?|oct|nov|dec)(?:[a-z]{2,6})?\.?"
+_MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
+_MONTH = (
+    r"(jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?"
+    r"|nov(?:ember)?|dec(?:ember)?)\b\.?"
+)
 _DAY = r"(\d{1,2})(?:st|nd|rd|th)?"
 _NUMBER = r"-?\d{1,20}(?:,\d{3}){0,6}(?:\.\d{1,20})?(?:/\d{1,20})?%?"
 _UNIT = r"(?: ?[a-zA-Z$%\u4e00-\u9fff]{1,12}){0,2}?"
@@ -31,7 +34,11 @@ def normal_label(text: str) -> str | None:
     if len(text) > _MAX_LENGTH:
         return None
     for kind, form in _FORMS:
-        match = re.fullmatch(rf"(?:on |at |from )?{form}(?P<unit> ?(?:[a-zA-Z$%]{{2,12}}|[\u4e00-\u9fff]{{1,4}}|\$))?", text, re.IGNORECASE)
+        match = re.fullmatch(
+            rf"(?:on |at |from )?{form}(?P<unit> ?(?:[a-zA-Z$%]{{2,12}}|[\u4e00-\u9fff]{{1,4}}|\$))?",
+            text,
+            re.IGNORECASE,
+        )
         if match and (kind == "range" or not match["unit"]):
             return _NORMAL[kind](match)
     return None

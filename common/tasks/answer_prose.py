@@ -17,45 +17,61 @@ from common.tasks.answer_numbers import find_numbers, is_part_of_expression, pla
 from common.tasks.answer_text import clean
 from common.tasks.answer_units import ENDS_NOUN, leading_unit
 from common.tasks.answer_values import digits, is_computation, is_name
+from common.tasks.answer_words import to_digits
 
-_SENTENCE_END = re.compile(r"\n+|(?<=[.!?;])(?:\s+|(?=[^\x00-\x7f]))|(?<=[^\x00-\x7f])[.!?;]")
+_SENTENCE_END = re.compile(
+    r"\n+|(?<=[.!?;])(?<!\bsq\.)(?<!\bft\.)(?<!\bcu\.)(?<!\b[Nn]o\.)(?<!approx\.)(?:\s+|(?=[^\x00-\x7f]))|(?<=[^\x00-\x7f])[.!?;]"
+)
 _NOT_BEFORE = re.compile(
     r"(?:\b(?:not|never|cannot|neither|nor|rather than|instead of)\b|n't\b)(?!\s*only)[^,.;:]{0,40}$"
-    r"|(?:\u4e0d\u662f|\u4e0d\u7b49\u4e8e|\u4e0d\u4e3a|\u5e76\u975e|\u4e0d\u4f1a\u662f|\u800c\u975e|\u4e0d\u5e94|\u4e0d\u80fd\u662f|\u6ca1\u6709)[^,.;:\u662f\u4e3a\u800c]{0,8}$",
+    r"|(?:不是|不等于|不为|并非|不会是|而非|不应|不能是|没有)[^,.;:是为而]{0,8}$",
     re.IGNORECASE,
 )
-_COPULA = re.compile(r"\b(?:is|are|was|were|equals?|gives?|makes?|has|have|but)\b(?! not| never)|=|\u800c\u662f|\u4f46")
-_NOT_CLAUSE = re.compile(r"not true|not the case|n't think|not think|not believe|n't believe|doubt|false that|wrong (?:that|to)", re.IGNORECASE)
-_DENIED = re.compile(r"(?:\bnot|n't|\bcannot|\bnever|[\u4e0d\u975e])\s*(?:\w+ ?){0,2}$", re.IGNORECASE)
+_COPULA = re.compile(r"\b(?:is|are|was|were|gives?|makes?|has|have|but)\b(?! not| never)|=|而是|但")
+_NOT_CLAUSE = re.compile(
+    r"not true|not the case|n't think|not think|not believe|n't believe|doubt|false that|wrong (?:that|to)",
+    re.IGNORECASE,
+)
+_DENIED = re.compile(
+    r"(?:\bnot|n't|\bcannot|\bnever|\bnor)\s*(?:\w+ ?){0,2}$|[不没别未非](?:[能应会可是要必]|应该|可能|可以)?$",
+    re.IGNORECASE,
+)
 _NOT_AFTER = re.compile(
-    r"[^,.;:\d]{0,30}?(?:\b(?:is|are|was|were|would be|seems|looks)(?: \w+ly)? (?:wrong|incorrect|not|false|impossible|too )"
-    r"|\b(?:isn't|aren't|wasn't|can't be|cannot be)\b|\u4e0d\u5bf9|\u4e0d\u6b63\u786e|\u662f\u9519|\u4e0d\u662f|\u9519\u8bef|\u4e0d\u6210\u7acb)",
+    r"(?: [a-z]+)? (?:(?:is|are|was|were|would be|seems|looks)(?: \w+ly)? (?:wrong|incorrect|false|impossible|too )"
+    r"|(?:is not|isn't|was not|wasn't|are not|aren't|can't be|cannot be)(?=$|[,.;]| (?:the |an? )?(?:\w+ )?"
+    r"(?:answer|correct|right|solution|result|true|it|possible|valid|enough|acceptable)\b))"
+    r"|[^,.;:\d]{0,4}(?:不对|不正确|是错|不是|错误|不成立)",
     re.IGNORECASE,
 )
 _BOUND_BEFORE = re.compile(
     r"(?:\b(?:at least|at most|(?:more|less|fewer|greater|larger|smaller|higher|lower|bigger) than|over|under|up to|below"
     r"|above|exceed(?:s|ing)?|nearly|almost|(?:minimum|maximum) of|half(?: of)?|twice|double|triple|(?:square|cube)(?: root)? of"
     r"|plus|minus|times|divided by|multiplied by|modulo|mod|to the power(?: of)?)"
-    r"|\u81f3\u5c11|\u81f3\u591a|\u6700\u591a|\u6700\u5c11|\u5927\u4e8e|\u5c0f\u4e8e|\u8d85\u8fc7|\u4e0d\u5230|\u4e0d\u8db3|\u5c11\u4e8e|\u591a\u4e8e|\u4f4e\u4e8e|\u9ad8\u4e8e|\u63a5\u8fd1|\u8fd1) ?$",
+    r"|至少|至多|最多|最少|大于|小于|超过|不到|不足|少于|多于|低于|高于|接近|近) ?$",
     re.IGNORECASE,
 )
 _BOUND_AFTER = re.compile(
     r" ?(?:[a-z]+ )?(?:more|less|fewer) than (?:[a-zA-Z]\b|\d|twice|the number)"
-    r"| ?\+(?!\d)| (?:plus|minus|times [\dA-Za-z]\b|divided by|multiplied by|squared(?! \w+)|cubed|factorial|to the power|mod)\b"
-    r"|[^,.;:\d]{0,15}?(?:\bor (?:more|less|fewer|higher|lower|above|below|over|under|so)\b|\band (?:above|below|over|up)\b"
-    r"|\u4ee5\u4e0a|\u4ee5\u4e0b|\u4ee5\u5185|\u591a(?=[\u4e2a\u4eba\u5143\u5c81]))",
+    r"| ?\+(?!\d)| (?:plus|minus|times (?:\d|[b-zB-Z]\b)|divided by|multiplied by|squared(?! \w+)|cubed|factorial|to the power|mod)\b"
+    r"|[^,.;:\d]{0,15}?(?:\bat (?:most|least)\b|\bor (?:more|less|fewer|higher|lower|above|below|over|under|so)\b|\band (?:above|below|over|up)\b"
+    r"|以上|以下|以内|多(?=[个人元岁]))",
     re.IGNORECASE,
 )  # fmt: skip
-_OPERATOR_BEFORE = re.compile(r"[\w)}\]%] ?(?:[-+*/^x]|\\(?:times|div|cdot)) ?$|[\w)}\]%] ?\\(?:times|div|cdot) $|[-+*] ?\($|\d[a-zA-Z]$")
-_OPERATOR_AFTER = re.compile(r" ?(?:[+*]|\^(?! ?\\circ)|\\(?:times|div|cdot)) ?[\w\\(]| ?-(?= ?\d)| ?- ?[a-zA-Z\\](?![a-zA-Z])|[a-zA-Z]?!|/\d| ?x ?\d")
+_OPERATOR_BEFORE = re.compile(
+    r"[\w)}\]%] ?(?:[-+*/^x]|\\(?:times|div|cdot)) ?$|[\w)}\]%] ?\\(?:times|div|cdot) $|[-+*] ?\($|\d[a-zA-Z]$"
+)
+_OPERATOR_AFTER = re.compile(
+    r" ?(?:[+*]|\^(?! ?\\circ)|\\(?:times|div|cdot)) ?[\w\\(]| ?-(?= ?\d)| ?- ?[a-zA-Z\\](?![a-zA-Z])|[a-zA-Z]?!|/\d| ?x ?\d"
+)
 _ATTACHED = re.compile(r"([a-zA-Z]{1,2})(?![a-zA-Z])")
 _UNIT_POWER = re.compile(r"(?:[a-zA-Z]{1,12}|[\u4e00-\u9fff]|\}) ?\^ ?\{? ?$")
 _LEFT_SIDE = re.compile(r"((?:[\w\\^{}().|'!-]+|[-+*/])(?: ?[-+*/^=] ?[\w\\^{}().|'!]+)*) ?(?:=|\\approx) ?$")
 _JOINED = re.compile(
-    r"([^,.;:=\d]{0,24}?),? ?(?P<join>\bor\b|\band\b|\bto\b|\bthrough\b|\u6216\u8005?|[\u548c\u4e0e\u53ca\u5230\u81f3]|~)"
-    r" ?(?:maybe |perhaps |possibly |even |about |else |\w ?= ?)?(?P<sign>-?)"
+    r"([^,.;:=\d]{0,24}?),? ?(?P<join>\bor\b|\band\b|\bto\b|\bthrough\b|或者?|[和与及到至]|~)"
+    r" ?(?:maybe |perhaps |possibly |even |about |else |\w ?= ?)?|, ?(?P<hedge>maybe|perhaps|possibly|要么|也许|可能) ?"
 )
 _UNIT_AFTER = re.compile(r"[^,;:!?()=\d]{0,40}(?:(?<=[\w}]) ?\^ ?\{?-?[1-4]\}?[^,;:!?()=\d]{0,24})?")
+_UNIT_WORD = re.compile(r"[\w/.$%'^{}\\\u20ac\xa3\xa5-]+")
 _CONTEXT = 80  # characters looked at before and after a number
 
 
@@ -121,7 +137,9 @@ def _plain(sentence: str) -> str:
 
 
 def _tokens(plain: str) -> list[_Token]:
-    labels = [_Token(*match.span(), match[0], True) for match in LABEL.finditer(plain) if not _is_difference(plain, match)]
+    labels = [
+        _Token(*match.span(), match[0], True) for match in LABEL.finditer(plain) if not _is_difference(plain, match)
+    ]
     tokens, at = [], 0
     for number in find_numbers(plain)[1]:
         while at < len(labels) and labels[at].start <= number.start():
@@ -134,11 +152,11 @@ def _tokens(plain: str) -> list[_Token]:
 
 def _is_difference(plain: str, label: re.Match) -> bool:
     """Whether digits with dashes are a computation, as in 16-3-4=9 or x = 10-5."""
-    return bool(re.match(r" ?[=+*/]", plain[label.end() :][:2])) or plain[: label.start()].rstrip()[-1:] in "+*/^"  # noqa: E203
+    return bool(re.match(r" ?[=+*/]", plain[label.end() :][:2])) or plain[: label.start()].rstrip()[-1:] in "+*/^"
 
 
 def is_denied(before: str) -> bool:
-    """Whether what follows is denied: "I do not think that", "cannot", \u4e0d."""
+    """Whether what follows is denied: "I do not think that", "cannot", 不."""
     clause = re.split("[,;.]", before)[-1]
     return bool(_NOT_CLAUSE.search(clause) or _DENIED.search(clause))
 
@@ -161,18 +179,23 @@ def _is_claimed(plain: str, token: _Token, before: str, after: str) -> bool:
     if attached and attached[1] not in ("st", "nd", "rd", "th") and not leading_unit(after)[0].dimensions:
         return False
     left = _LEFT_SIDE.search(before)
-    return not left or all(is_name(side) or is_computation(side) for side in re.split(" ?= ?", left[1].strip()) if side)
+    has_unit = bool(re.match(r" ?[a-zA-Z$]", after))
+    sides = re.split(" ?= ?", left[1].strip()) if left else []
+    return all(not side or is_name(side) or is_computation(side, has_unit=has_unit) for side in sides)
 
 
 def _unit_after(token: _Token, after: str) -> str:
     if token.text.endswith("%"):
         return ""
     words = []
-    for word in re.split(r"\.(?:\s|$)", _UNIT_AFTER.match(after)[0])[0].split():
-        if word.lower() in ENDS_NOUN - {"per"}:
+    for word in re.split(r"(?<!sq)(?<!ft)\.(?:\s|$)", _UNIT_AFTER.match(after)[0])[0].split():
+        is_end = word.lower() in ENDS_NOUN - {"per"} and not (words and words[-1].lower().startswith(("sq", "cu")))
+        if is_end or not _UNIT_WORD.fullmatch(word) or to_digits(word, everywhere=True) != word:
             break
         words.append(word)
-    return "".join(f" {word}" for word in words)
+    text = "".join(f" {word}" for word in words)
+    is_unit = leading_unit(text.strip())[0].dimensions or not re.match(" [a-zA-Z]{1,2}(?![a-zA-Z])", text)
+    return text if is_unit else ""
 
 
 def _with_previous(plain: str, previous: list[_Token], token: _Token, claim: str) -> str | None:
@@ -186,14 +209,16 @@ def _with_previous(plain: str, previous: list[_Token], token: _Token, claim: str
         own = leading_unit(claim.removeprefix(token.text).strip())[0]
         if own.dimensions == unit.dimensions and own.size < unit.size:  # 2 hours and 30 minutes
             return f"{first} {between.strip().removesuffix('and').strip(' ,')} {claim}"
-    if re.fullmatch(r",? ?[a-zA-Z] ?= ?", between) and re.search(r"(?<![\w^*/+-])[a-zA-Z] ?= ?$", plain[: previous[-1].start][-8:]):
+    if re.fullmatch(r",? ?[a-zA-Z] ?= ?", between) and re.search(
+        r"(?<![\w^*/+-])[a-zA-Z] ?= ?$", plain[: previous[-1].start][-8:]
+    ):
         return f"{first}, {claim}"  # x = 2, y = 3
     joined = _JOINED.fullmatch(between)
-    if not joined or len(joined[1].split()) > 3:
+    if not joined or len((joined[1] or "").split()) > 3:
         return claim
-    join = joined["join"]
-    if join in ("or", "\u6216", "\u6216\u8005"):
-        return f"{first}{joined[1].rstrip(' ,')} or {claim}"
-    if join in ("and", "\u548c", "\u4e0e", "\u53ca"):
+    join = joined["join"] or "or"
+    if join in ("or", "或", "或者"):
+        return f"{first}{(joined[1] or '').rstrip(' ,')} or {claim}"
+    if join in ("and", "和", "与", "及"):
         return f"{first}{joined[1].rstrip(' ,')}, {claim}"
     return f"{first}~{claim}"

@@ -68,10 +68,13 @@ def clean(text: str) -> str:
         for _ in range(2):  # a font in a font
             text = _MATH_FONT.sub(r"\1", _TEXT_FONT.sub(_as_words, text))
         text = re.sub(r"\\[dtc]frac", r"\\frac", text).replace("\\%", "%")
-        text = re.sub(r"\\(?:leq|leqslant)(?![a-zA-Z])", r"\\le", re.sub(r"\\(?:geq|geqslant)(?![a-zA-Z])", r"\\ge", text))
+        text = re.sub(
+            r"\\(?:leq|leqslant)(?![a-zA-Z])", r"\\le", re.sub(r"\\(?:geq|geqslant)(?![a-zA-Z])", r"\\ge", text)
+        )
+        text = text.replace("\\varnothing", "\\emptyset")
         text = re.sub(r"\\degree(?![a-zA-Z])|\^ ?\{ ?\\circ ?\}", r"^\\circ", text)
     if "$" in text:
-        text = _MATH.sub(lambda m: m[0] if PROSE.search(m[1]) or m[1][-1] == " " else m[1], text)
+        text = _MATH.sub(lambda m: m[0] if PROSE.search(m[1]) or m[1][-1] in " +-*/=" else m[1], text)
         text = _STRAY_DOLLAR.sub("", text).replace("\\$", "$")
     text = _CURRENCY_FIRST.sub(lambda m: f"{m[2]} {m[1].replace('$', 'dollars')}", " ".join(text.split()))
     text = text.strip(_MARKUP).rstrip(f"{_MARKUP}.\u2026")

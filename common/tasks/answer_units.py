@@ -39,6 +39,7 @@ A: A amp amps ampere amperes 安 1
 Hz: Hz hertz 赫兹 1, kHz 1000, MHz 1000000
 K: K kelvin kelvins 1
 mol: mol mole moles 摩尔 1
+B: KB kb 1000, MB mb 1000000, GB gb 1000000000, TB tb 1000000000000
 ohm: ohm ohms 欧姆 1
 mph: mph 1397/3125, kph kmh 5/18
 """
@@ -62,18 +63,139 @@ _ATOM = re.compile(
     rf"(?:(square|sq\.?|cubic|cu\.?) |(平方|立方))?"
     rf"(?:({_CHINESE})|(\^ ?\\circ ?[CF]?(?![a-zA-Z])|[$€£¥₹¢]|[a-zA-Z]+\.?)){_POWER}", re.IGNORECASE,
 )  # fmt: skip
-_PER = re.compile(r" ?(?:/|\bper\b|\ban?(?= (?:hour|day|week|month|year|minute|second)\b)|每|\\cdot|\*|(?<=[a-z]) (?=[a-z]))[ ]?")
-_CLASSIFIERS = "个只本支枝张人名位条辆件朵棵箱瓶块组种套双对袋包盒杯碗台间层排行列题道篇首枚颗粒根把串盘片头匹座栋次倍份步岁分页项"
+_PER = re.compile(
+    r" ?(?:/|\bper\b|\ban?(?= (?:hour|day|week|month|year|minute|second)\b)|每|\\cdot|\*|(?<=[a-z]) (?=[a-z]))[ ]?"
+)
+_CLASSIFIERS = (
+    "个只本支枝张人名位条辆件朵棵箱瓶块组种套双对袋包盒杯碗台间层排行列题道篇首枚颗粒根把串盘片头匹座栋次倍份步岁分页项"
+)
 _NOUN = re.compile(r"[^\W\d_]+(?:['-][^\W\d_]+)*")
 _NO_NOUN = frozenset(
-    "more less fewer left total altogether each remaining of the a an in on at for from to with by is are was were be "
-    "and or so as which that who when because since if per than then there here now units unit square squares piece "
-    "pieces pcs items item extra other others different possible ways only all not after before during about away will "
-    "would can could has have had do does did too respectively".split()
+    [
+        "more",
+        "less",
+        "fewer",
+        "left",
+        "total",
+        "altogether",
+        "each",
+        "remaining",
+        "of",
+        "the",
+        "a",
+        "an",
+        "in",
+        "on",
+        "at",
+        "for",
+        "from",
+        "to",
+        "with",
+        "by",
+        "is",
+        "are",
+        "was",
+        "were",
+        "be",
+        "and",
+        "or",
+        "so",
+        "as",
+        "which",
+        "that",
+        "who",
+        "when",
+        "because",
+        "since",
+        "if",
+        "per",
+        "than",
+        "then",
+        "there",
+        "here",
+        "now",
+        "units",
+        "unit",
+        "square",
+        "squares",
+        "piece",
+        "pieces",
+        "pcs",
+        "items",
+        "item",
+        "extra",
+        "other",
+        "others",
+        "different",
+        "possible",
+        "ways",
+        "only",
+        "all",
+        "not",
+        "after",
+        "before",
+        "during",
+        "about",
+        "away",
+        "will",
+        "would",
+        "can",
+        "could",
+        "has",
+        "have",
+        "had",
+        "do",
+        "does",
+        "did",
+        "too",
+        "respectively",
+    ]
 )
 ENDS_NOUN = frozenset(
-    "in on at for from to with by is are was were be and or so as which that who when because since if than then "
-    "will would can could has have had do does did after before during of not per".split()
+    [
+        "in",
+        "on",
+        "at",
+        "for",
+        "from",
+        "to",
+        "with",
+        "by",
+        "is",
+        "are",
+        "was",
+        "were",
+        "be",
+        "and",
+        "or",
+        "so",
+        "as",
+        "which",
+        "that",
+        "who",
+        "when",
+        "because",
+        "since",
+        "if",
+        "than",
+        "then",
+        "will",
+        "would",
+        "can",
+        "could",
+        "has",
+        "have",
+        "had",
+        "do",
+        "does",
+        "did",
+        "after",
+        "before",
+        "during",
+        "of",
+        "not",
+        "per",
+    ]
 )
 
 
@@ -136,6 +258,7 @@ def leading_unit(text: str) -> tuple[Unit, str]:
 
 def _look_up(atom: re.Match) -> tuple[str, Fraction] | None:
     name = (atom[3] or re.sub(r"\^ ?\\circ ?", "°", atom[4])).rstrip(".")
+    name = "inch" if name == "in" and atom[1] else name  # in is a unit after sq only
     if name in _UNITS:
         return _UNITS[name]
     return _UNITS.get(name.lower()) if len(name) > 1 else None

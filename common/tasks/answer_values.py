@@ -11,6 +11,7 @@ from typing import NamedTuple
 from common.tasks import answer_chinese, answer_words
 from common.tasks.answer_labels import normal_label
 from common.tasks.answer_numbers import find_numbers, to_fraction
+from common.tasks.answer_phrases import relations, split_and, split_or, verdict, without_about, without_lead_in
 from common.tasks.answer_text import CURRENCY, clean, split_outside
 from common.tasks.answer_units import NO_UNIT, Unit, leading_unit
 
@@ -76,25 +77,12 @@ class Answer(NamedTuple):
 
 
 CHOICES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_LEAD_IN = re.compile(
-    r"^(?:(?:so|thus|hence|therefore|then|and),? |\u6240\u4ee5|\u56e0\u6b64)?(?:(?:the|my|our)? ?(?:final |correct |right )?(?:answer|result|choice)s?"
-    r"(?: is| are|:| =)|\u7b54\u6848?(?:\u662f|\u4e3a|:|\u5e94\u4e3a)|(?:it|this|that|they|there) (?:is|are|equals) ?)?", re.IGNORECASE,
-)  # fmt: skip
-_ABOUT = re.compile(
-    r"^(?:(?:about|approximately|approx\.?|around|roughly|exactly|only|just|precisely|a total of|\u5927?\u7ea6|\u5171)\s*"
-    r"|~ ?|\\(?:approx|sim)(?![a-zA-Z]) ?|= ?)+", re.IGNORECASE,
-)  # fmt: skip
-NEGATED = re.compile(
-    r"\b(?:not|never|isn't|aren't|wasn't|doesn't|cannot|can't|won't|rather than|instead of|neither|nor|wrong|incorrect)\b"
-    r"|\u4e0d\u662f|\u4e0d\u7b49\u4e8e|\u4e0d\u4e3a|\u5e76\u975e|\u4e0d\u80fd|\u4e0d\u9009|\u800c\u975e|\u4e0d\u5bf9|\u9519", re.IGNORECASE,
-)  # fmt: skip
-_CLAUSE = re.compile(r"[,;.] (?=\D)|; ?|, ?(?=[\u4e00-\u9fff])| (?=but |rather than |instead of |and not )|(?=\u800c\u662f|\u800c\u975e)")
 _LETTER_FIRST = re.compile(rf"\(?([{CHOICES}])(?:[).:]|\))\s?(\S.*)")
-_LETTER = re.compile(r"(?:(?:option|choice|answer) |\u9009\u9879? ?)?\(?([A-Z])\)?[.:]?\s?(?:\u9879|is (?:correct|right))?", re.IGNORECASE)
-_LETTERS = re.compile(r"\(?[A-Z]\)?(?:(?:, ?(?:and )?| and | ?& ?|\u548c| )\(?[A-Z]\)?)+|[A-H]{2,8}")
+_LETTER = re.compile(
+    r"(?:(?:option|choice|answer) |选项? ?)?\(?([A-Z])\)?[.:]?\s?(?:项|is (?:correct|right))?", re.IGNORECASE
+)
+_LETTERS = re.compile(r"\(?[A-Z]\)?(?:(?:, ?(?:and )?| and | ?& ?|和| )\(?[A-Z]\)?)+|[A-H]{2,8}")
 _BRACKETED = re.compile(r"([(\[\]]|\\?\{)(.*?)(\)|\]|\[|\\?\})", re.DOTALL)
-_AND = re.compile(r",? and |,? ?& ?|[\u548c\u4e0e\u53ca]|(?<=\d) ?\u4ee5\u53ca ?")
-_OR = re.compile(r",? ?(?:or|\u6216\u8005?) (?:maybe |perhaps |possibly |else )?|\u6216\u8005?|, ?(?:maybe|perhaps|possibly|or) ")
 _NAMES = (
     r"\\?[a-zA-Z]+'*(?:_(?:\w|\{[\w\\ ,]+\}))?", r"\|[A-Z]{2}\|", r"\\overline ?\{[A-Z]{2}\}", r"[A-Z]{2,4}",
     r"m?\\(?:angle|measuredangle|triangle) ?[A-Z0-9]{1,3}", r"\\?(?!sin|cos|tan|log|ln|exp|abs|sqrt|max|min|gcd)[a-zA-Z]+'*(?:_\w)?(?:\^\{-1\})? ?[(\[][^()\[\]]*[)\]]",
@@ -102,30 +90,21 @@ _NAMES = (
 )  # fmt: skip
 _NAME = re.compile("|".join(f"(?:{name})" for name in _NAMES))
 _PRODUCT = re.compile(r"[a-z]{2}(?:_.*)?|\\(?:sin|cos|tan|log|ln|sqrt|times|cdot)")  # ab is a times b
-_VERDICTS = {
-    "true": "true yes correct right 对 正确 是 真 √ ✓ 成立 是的 对的 没错",
-    "false": "false no incorrect wrong 错 错误 否 假 ✗ 不对 不正确 不是 不成立 不 not-true not-correct not-right untrue",
-    "none": "no-solution no-solutions 无解 没有解 none does-not-exist dne 不存在 undefined",
-}  # fmt: skip
-VERDICTS = {phrase.replace("-", " "): name for name, phrases in _VERDICTS.items() for phrase in phrases.split()}
-_RELATION_WORDS = (
-    (r"(?:is |must be )?(?:at least|no less than|not less than|greater than or equal to)", r"\\ge "),
-    (r"(?:is |must be )?(?:at most|no more than|not more than|less than or equal to|up to)", r"\\le "),
-    (r"(?:is |must be )?(?:more|greater|larger) than|over(?= -?\d)", "> "), (r"(?:is |must be )?(?:less|fewer|smaller) than|under(?= -?\d)", "< "),
-)  # fmt: skip
-_PROSE_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}|[\u3040-\u9fff\uac00-\ud7af]")
-_PLAIN_WORD = re.compile(r"(?:the |an? )?([^\W\d_]+(?:[-'][^\W\d_]+)*?)[\u7684\u4e86]?", re.IGNORECASE)
+_PROSE_WORD = re.compile(
+    r"(?<![\\a-zA-Z])(?:[a-zA-Z]{3,}|(?:it|is|so|to|of|as|at|an|we|or|if|be|in|on|by|no)(?![a-zA-Z]))|[\u3040-\u9fff\uac00-\ud7af]"
+)
+_PLAIN_WORD = re.compile(r"(?:the |an? )?([^\W\d_]+(?:[-'][^\W\d_]+)*?)[的了]?", re.IGNORECASE)
 _NO_PROSE = re.compile(
     r"\\(?:begin|end) ?\{[a-z]+\*?\}|\b(?:arc)?(?:sin|cos|tan|cot|sec|csc|log|exp|mod|max|min|lim|gcd|lcm)\b"
 )
-_SENTENCE = re.compile(r"[\u662f\u4e3a\u6709\u5747\u90fd]|.{9}")  # more than a word in Chinese
+_SENTENCE = re.compile(r"[是为有均都]|.{9}")  # more than a word in Chinese
 _WITH_UNIT = re.compile(
     r"(.*?[\d)}\]a-zA-Z])(?: ?(?=\\mathrm \{|\^ ?\\circ|[\u4e00-\u9fff])| (?=[a-zA-Z]{2}|[$\u20ac\xa3\xa5]))(.{1,30})"
 )
 _NO_UNIT_WORD = re.compile(
-    r"^[ ,]*(?:plus|minus|times|divided|multiplied|squared|cubed|factorial|choose|mod|to the power|or|and|than|is|of|which|who|that)\b"
-    r"|\b(?:than|twice) (?:[a-zA-Z]$|\d|twice|half)|\b(?:or|and) (?:more|less|fewer|above|below|over|under|so)\b"
-    r"|\u4ee5[\u4e0a\u4e0b\u5185]|^\+$", re.IGNORECASE,
+    r"^[ ,]*(?:plus|minus|times(?= [b-zB-Z]\b| \d)|divided|multiplied|squared|cubed|factorial|choose|mod|to the power|or|and|than|is|of|which|who|that)\b"
+    r"|\b(?:than|twice) (?:[a-zA-Z]$|\d|twice|half)|\bat (?:most|least)\b|\b(?:or|and) (?:more|less|fewer|above|below|over|under|so)\b"
+    r"|以[上下内]|^\+$", re.IGNORECASE,
 )  # fmt: skip
 _UNIT_TEXT = re.compile(r"(?:[^\W\d]|[ /.$%\u20ac\xa3\xa5\u20b9'\-\u4e00-\u9fff]|\^ ?\{?-?[1-4]\}?|\^ ?\\circ|\\cdot)+")
 _COMPOUND = re.compile(r"(.+?),? ?(?:and )?(\d+(?:\.\d+)?) ?(\D+)")
@@ -143,26 +122,15 @@ def read(text: str) -> Answer | None:
     text = clean(text)
     if len(text) > _MAX_READ:
         return Answer(Formula(text), text)
-    if verdict := VERDICTS.get(_plain(text)):
-        return Answer(Word(verdict), text)
-    text = affirmed(clean(_ABOUT.sub("", _LEAD_IN.sub("", text))))
+    if word := verdict(text):
+        return Answer(Word(word), text)
+    text = without_lead_in(text)
     return _read(text, 0) if text else None
 
 
-def _plain(text: str) -> str:
-    return re.sub(r"^(?:the |an? )|[\u7684\u4e86]$", "", text.casefold().strip())
-
-
-def affirmed(text: str) -> str:
-    """The clauses of a text that are not negated: "It is 6" of "It is 6, not 18"."""
-    if not NEGATED.search(text):
-        return text
-    return clean(", ".join(clause for clause in _CLAUSE.split(text) if clause and not NEGATED.search(clause)))
-
-
 def _read(text: str, depth: int) -> Answer | None:
-    if verdict := VERDICTS.get(_plain(text)):
-        return Answer(Word(verdict), text)
+    if word := verdict(text):
+        return Answer(Word(word), text)
     if letter := _LETTER_FIRST.fullmatch(text):
         rest = read(letter[2]) if depth < 2 else None
         return rest._replace(letter=letter[1]) if rest else Answer(Choice(frozenset(letter[1])), text)
@@ -211,7 +179,12 @@ def _number(text: str) -> Number | None:
     is_variable = re.fullmatch(r"[a-zA-Z](?:\^.*)?", rest)  # 18m in mathematics is a product
     if compound := _COMPOUND.fullmatch(rest.strip()):
         units = [leading_unit(compound[1])[0], leading_unit(compound[3])[0]]
-        if not leading_unit(compound[1])[1] and units[0].dimensions and units[0].dimensions == units[1].dimensions and units[1].size < units[0].size:
+        if (
+            not leading_unit(compound[1])[1]
+            and units[0].dimensions
+            and units[0].dimensions == units[1].dimensions
+            and units[1].size < units[0].size
+        ):
             return Number(value + Fraction(compound[2]) * units[1].size / units[0].size, units[0])
     rest = rest.strip()
     if is_variable or not _UNIT_TEXT.fullmatch(rest) or _NO_UNIT_WORD.search(rest):
@@ -228,21 +201,17 @@ def _items(text: str, depth: int) -> Items | None:
     elements = split_outside(bracketed[2], ",") if bracketed else []
     if len(elements) > 1 or (elements and bracketed[1] not in ("{", "]")):  # {18} means 18 in LaTeX
         return _as_items(bracketed[1].lstrip("\\"), elements, bracketed[3].lstrip("\\"), depth)
-    alternatives = _split_alternatives(text)
+    alternatives = split_or(text)
     if len(alternatives) > 1:
         return _as_items("", alternatives, "", depth, alternatives=True)
-    elements = split_outside(_AND.sub(", ", text), ",")
+    elements = split_and(text)
     return _as_items("", elements, "", depth) if len(elements) > 1 and to_fraction(text) is None else None
 
 
-def _split_alternatives(text: str) -> list[str]:
-    parts = [part for part in _OR.split(re.sub("^either ", "", text)) if part.strip(" ,")]
-    return [piece for part in parts for piece in split_outside(part, ",")] if len(parts) > 1 else []
-
-
 def _as_items(opening: str, texts: list[str], closing: str, depth: int, alternatives: bool = False) -> Items | None:
-    elements = [_read(cleaned, depth + 1) if (cleaned := clean(_ABOUT.sub("", clean(text)))) else None for text in texts]
-    if None in elements or len({isinstance(element.value, Word) for element in elements}) > 1:
+    elements = [_read(without_about(clean(text)), depth + 1) for text in texts]
+    has_article = any(re.match("(?:the|an?) ", text.strip(), re.IGNORECASE) for text in texts)
+    if None in elements or has_article or len({isinstance(element.value, Word) for element in elements}) > 1:
         return None
     opening, closing = {"{": "", "]": "("}.get(opening, opening), {"}": "", "[": ")"}.get(closing, closing)
     return Items(opening, tuple(elements), closing, alternatives)
@@ -258,9 +227,10 @@ def _equation(text: str, depth: int) -> Answer | None:
     first, *middle, last = parts
     if is_name(last) and not middle and _number(first):  # 18 = x
         first, last = last, first
-    if not (is_name(first) or is_computation(first)) or not all(map(is_computation, middle)):
+    has_digits = all(any(char.isdecimal() for char in side) for side in (*middle, *([] if is_name(first) else [first])))
+    if not has_digits or not (is_name(first) or is_computation(first)) or not all(map(is_computation, middle)):
         return None
-    right = _read(clean(_ABOUT.sub("", last)), depth + 1)
+    right = _read(without_about(last), depth + 1)
     name = first if re.fullmatch(r"\\?[a-zA-Z]|[a-zA-Z]_\w|\\[a-z]+", first) else ""
     return right._replace(name=name or right.name, text=text) if right else None
 
@@ -270,11 +240,20 @@ def is_name(text: str) -> bool:
     return bool(_NAME.fullmatch(text)) and not _PRODUCT.fullmatch(text)
 
 
-def is_computation(text: str) -> bool:
-    """Whether a left side holds numbers only: "3 + 4", but not "x + 4" or "2y"."""
-    text = re.sub(r"(?<=\d) ?x ?(?=\d)|\\[a-zA-Z]+|\^\\circ", " ", text)
-    return any(char.isdecimal() for char in text) and not re.search(r"(?<![a-zA-Z])[a-zA-Z]{1,2}(?![a-zA-Z])", re.sub(
-        r"(?<=\d) (?:cm|mm|km|kg|ft|in|mi|m|g|h|s|L|hr|lb|oz)(?![a-zA-Z])|\b(?:of|to|by|is)\b", " ", text))  # fmt: skip
+def is_computation(text: str, *, has_unit: bool = False) -> bool:
+    """Whether a left side holds numbers, words and units only: "3 + 4 apples", but not "x + 4" or "2y".
+
+    Args:
+        text: the left side.
+        has_unit: whether the right side has a unit, so that the m of "3m" is one too.
+    """
+    text = re.sub(r"(?<=[\d\w] )x(?= [\d$])|(?<=\d)x(?=\d)|\\[a-zA-Z]+|\^\\circ", " ", text)
+    for letters in re.finditer(r"(?<![a-zA-Z])[a-zA-Z]{1,2}(?![a-zA-Z])", text):
+        is_apart = letters.start() > 1 and text[letters.start() - 1] in " /" and text[letters.start() - 2] != "+"
+        is_unit = bool(leading_unit(letters[0])[0].dimensions) and (len(letters[0]) == 2 or is_apart or has_unit)
+        if not is_unit and letters[0].lower() not in ("of", "to", "by", "is", "in", "an", "a", "sq"):
+            return False
+    return True
 
 
 def _formula(text: str) -> Answer | None:
@@ -286,11 +265,3 @@ def _formula(text: str) -> Answer | None:
     if not text or _PROSE_WORD.search(_NO_PROSE.sub("", text)):
         return None
     return Answer(Formula(text.strip(CURRENCY + " "), unit), whole)
-
-
-def relations(text: str) -> str:
-    """x大于3 and "x is at least 3" as x>3 and x>=3."""
-    text = answer_chinese.relations(text)
-    for words, sign in _RELATION_WORDS:
-        text = re.sub(words, sign, text, flags=re.IGNORECASE)
-    return text

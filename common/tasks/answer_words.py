@@ -8,13 +8,12 @@ import re
 from fractions import Fraction
 
 _SMALL = {word: value for value, word in enumerate(
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen".split()
-)} | {word: 10 * value for value, word in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), 2)}  # fmt: skip
+    ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
+)} | {word: 10 * value for value, word in enumerate(["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"], 2)}  # fmt: skip
 _LARGE = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "lakh": 10**5, "crore": 10**7}
 _GROUPS = {"hundred": 100, "dozen": 12}
 _PARTS = {word: value for value, word in enumerate(
-    "half third quarter fifth sixth seventh eighth ninth tenth".split(), 2
+    ["half", "third", "quarter", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"], 2
 )} | {"fourth": 4, "hundredth": 100, "thousandth": 1000}  # fmt: skip
 _LETTERS = {"k": 10**3, "K": 10**3, "M": 10**6, "mn": 10**6, "mln": 10**6, "B": 10**9, "bn": 10**9, "T": 10**12}
 
@@ -24,6 +23,7 @@ _WORDS = re.compile(
     rf"(?<![\w\\-])(?:an?[ -](?={_SCALE_WORD}))?(?:{_SMALL_WORD}|(?:(?<=[aA] )|(?<=[aA]n ))(?:{_SCALE_WORD}))"
     rf"(?:(?:[ -]|[ -]and[ -])(?:{_SMALL_WORD}|(?:{_SCALE_WORD})s?)){{0,12}}(?!\w)", re.IGNORECASE,
 )  # fmt: skip
+_AND_A_HALF = re.compile(rf"\b({_SMALL_WORD}|\d{{1,9}}) ([a-z]+) and a half\b", re.IGNORECASE)  # one hour and a half
 _NUMBER = r"(?<![\w.,])\d{1,20}(?:,\d{3}){0,6}(?:\.\d{1,20})?"
 _SCALED = re.compile(rf"({_NUMBER})[ -]?({_SCALE_WORD})s?\b(?:[ -]({_SCALE_WORD})s?\b)?", re.IGNORECASE)
 _LETTERED = re.compile(rf"({_NUMBER})(?: ?(k)|(K|M|B|T|mn|mln| ?bn))(?=$|[\s,;!?)]|\.(?:\s|$))")
@@ -31,11 +31,14 @@ _PART_WORD = "halves|" + "|".join(rf"{word}s?" for word in _PARTS)
 _FRACTION = re.compile(
     rf"(?<![\w.-])(?:(\d+|{_SMALL_WORD})[ -]and[ -])?({_SMALL_WORD}|an?)[ -]({_PART_WORD})\b|^half$", re.IGNORECASE
 )  # words only: 3 quarters are coins
-_BELOW_ZERO = re.compile(r"(?<![\w.-])(\d{1,20}(?:\.\d{1,20})?)((?: ?degrees?| ?\^\\circ ?)?(?: ?[CF])?) below zero", re.IGNORECASE)
+_BELOW_ZERO = re.compile(
+    r"(?<![\w.-])(\d{1,20}(?:\.\d{1,20})?)((?: ?degrees?| ?\^\\circ ?)?(?: ?[CF])?) below zero", re.IGNORECASE
+)
 _AFTER_VERB = re.compile(
     r"(?:\b(?:is|are|was|were|be|equals?|has|have|had|gets?|got|makes?|leaves?|needs?|takes?|costs?|only|exactly|total"
     r"|remaining|minus|negative)|[:=]) ?$", re.IGNORECASE,
 )  # fmt: skip
+_IS_ONE = re.compile(r"(?:\b(?:is|equals?|are|be)|[:=]) ?$", re.IGNORECASE)
 _NO_NUMBER_AFTER = re.compile(r" (?:of|more|way|another|reason|thing|answer|solution)\b", re.IGNORECASE)
 
 
@@ -54,13 +57,16 @@ def to_digits(text: str, *, everywhere: bool) -> str:
         words = re.split(r"[ -]", match[0].lower())
         before = text[max(0, match.start() - 12) : match.start()]
         is_stated = _AFTER_VERB.search(before) and not _NO_NUMBER_AFTER.match(text, match.end())
-        if not (everywhere or len(words) > 1 or is_stated or (not has_digits and words != ["one"])):
+        if words == ["one"] and not everywhere:  # "only one person", "one of them"
+            return "1" if _IS_ONE.search(before) and re.match(r"$|[.,;!]", text[match.end() :]) else match[0]
+        if not (everywhere or len(words) > 1 or is_stated or not has_digits):
             return match[0]
         return str(_value(words))
 
     text = re.sub(r"\bhalf a dozen\b", "6", text, flags=re.IGNORECASE)
     if "below zero" in text:
         text = _BELOW_ZERO.sub(r"-\1\2", text)
+    text = _AND_A_HALF.sub(lambda m: f"{m[1]} and a half {m[2]}", text)
     text = _FRACTION.sub(_as_fraction, text)
     text = _SCALED.sub(_as_scaled, _WORDS.sub(rewrite, text))
     if not re.search(r"[+*^\\=]", text):  # 18k is a product there

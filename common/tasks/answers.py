@@ -21,6 +21,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 from common.tasks.answer_extraction import extract_answer, extract_answers
 from common.tasks.answer_units import same_quantity
@@ -85,7 +86,10 @@ def batch_matches(completions: Sequence[str], golds: Sequence[Sequence[str]], *,
         B values as in `any_answer_matches`; what is not decided in time is 0.0.
     """
     questions: dict[tuple[str, str | None], None] = {}
-    rows = [(_found(completion), [_gold(answer) for answer in row]) for completion, row in zip(completions, golds, strict=True)]
+    rows = [
+        (_found(completion), [_gold(answer) for answer in row])
+        for completion, row in zip(completions, golds, strict=True)
+    ]
 
     def collect(gold: str, found: str | None) -> bool:
         questions[gold, found] = None
@@ -225,6 +229,8 @@ def _are_equal(found: Answer, gold: Answer, ask: Ask) -> bool:
     if isinstance(left, Items) and isinstance(right, Items):
         return _are_equal_lists(left, right, ask)
     if isinstance(right, Number):
+        if isinstance(left, Label) and (hour := re.fullmatch(r"(\d+) ?[ap]\.? ?m\.?", found.text, re.IGNORECASE)):
+            return right == Number(Fraction(hour[1]))
         return isinstance(left, Number) and same_quantity(*left, *right)
     if isinstance(right, Label | Word):
         has_no_base = isinstance(left, Number) and found.text == right.text.partition("_")[0]

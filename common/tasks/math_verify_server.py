@@ -104,7 +104,9 @@ def points(left: sympy.Expr, right: sympy.Expr, names: list) -> list[dict]:
 
 def has_equal_ends(left: object, right: object) -> bool:
     """False if ends of intervals that Math-Verify calls equal differ: it rounds to 6 places, and 2^-98 to 0."""
-    sides = [side.rhs if isinstance(side, sympy.Eq) and isinstance(side.rhs, sympy.Set) else side for side in (left, right)]
+    sides = [
+        side.rhs if isinstance(side, sympy.Eq) and isinstance(side.rhs, sympy.Set) else side for side in (left, right)
+    ]
     sides = [side.as_set() if isinstance(side, Relational) else side for side in sides]
     if not all(isinstance(side, sympy.Interval) for side in sides):
         return True

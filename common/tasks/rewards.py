@@ -56,9 +56,7 @@ def math_match(completions: list[str], answers: list[str], **columns: list) -> l
         ValueError: as in `any_answer_matches`.
     """
     golds_B = []
-    for row, (answer, accepted) in enumerate(
-        zip(answers, columns.get("accepted", [None] * len(answers)), strict=True)
-    ):
+    for row, (answer, accepted) in enumerate(zip(answers, columns.get("accepted", [None] * len(answers)), strict=True)):
         try:
             golds_B.append([answer] if accepted is None else accepted_texts(accepted))
         except ValueError as error:

@@ -97,10 +97,12 @@ def test_to_fraction_is_exact_and_refuses_everything_else(text, value):
     ("<answer><answer>42</answer></answer>", "42"), (r"#### 7, that is \boxed{8}", "8"), (r"4 in \boxed{}", None),
     (r"\boxed{4", None), ("2+40=42\n#### 42\n" + LONG, "42"), ("#### 42\n" + "7" * 480, "42"),
     ("#### 1\n#### 2", "2"), ("#### The answer is 42, not 7", "42"), ("#### x^2 + 1", "x^2 + 1"),
-    ("#### 42个苹果", "42个苹果"), ("2 #### ,", None), ("first 5, then 1,234 clips.", "1234 clips"), ("[1, 2)", "[1, 2)"),
+    ("#### 42个苹果", "42个苹果"), ("2 #### ,", None),
+    ("first 5, then 1,234 clips.", "1234 clips"), ("[1, 2)", "[1, 2)"),
     ("3 are left out.\nThe answer is (B).", "B"), ("**Answer:** B", "B"), ("so it is option C", "C"),
     ("\u7b54\u6848\u662fB\u3002", "B"),  # Chinese: the answer is B
-    ("Answer: A total of 42 apples", "42 apples"), ("Answer: B) 42 apples", "B) 42 apples"), ("The answer is True.", "True"),
+    ("Answer: A total of 42 apples", "42 apples"), ("Answer: B) 42 apples", "B) 42 apples"),
+    ("The answer is True.", "True"),
     ("2 + 2 = 4, so the answer is correct", "4"),  # no word answers where there is a number
     ("x = 4", "x = 4"), ("no idea", None),
 ])  # fmt: skip
@@ -123,7 +125,8 @@ def test_extract_answer_follows_the_stated_order(text, answer):
     ("The answer is 10", "1", 0), ("-4", "4", 0), ("ABCD", "A", 0), ("[1,2]", "(1,2)", 0), ("(1, 2]", "(1,2)", 0),
     (r"\left(1, \frac12\right)", "(1, 0.5)", 1), ("(2,1)", "(1,2)", 0), ("(1,2,3)", "(1,2)", 0), ("3, 2", "2, 3", 1),
     ("2, 2", "2, 3", 0), ("2, 3", "3", 0), (r"\boxed{x=2 \text{ or } x=3}", "2, 3", 1), ("2 and 3", "2, 3", 1),
-    (r"\boxed{\{3,2\}}", r"\{2,3\}", 1), ("{3, 2}", "(3, 2)", 0), ("{3}", "3", 1), (r"\{3\}", "3", 0), ("((1,2),3)", "((2,1),3)", 0),
+    (r"\boxed{\{3,2\}}", r"\{2,3\}", 1), ("{3, 2}", "(3, 2)", 0), ("{3}", "3", 1),
+    (r"\{3\}", "3", 0), ("((1,2),3)", "((2,1),3)", 0),
     ("(x, y) = (1, 2)", "(1, 2)", 1), ("(x, y) = (2, 1)", "(1, 2)", 0), ("(1, 2)", "(x, y) = (1, 2)", 1),
     ("S = [1, 2]", "(1, 2)", 0), ("\N{MINUS SIGN}3", "-3", 1), (r"\boxed{x = 42}", "42", 1),
     (r"\boxed{C}", r"\text{(C)}", 1), (r"\boxed{London}", "Paris", 0), (r"\boxed{Yes}", "yes", 1),
@@ -222,8 +225,8 @@ def test_a_batch_takes_bounded_time_and_hostile_pairs_do_not_make_honest_ones_wr
     hostile = [("x", f"z{i}") for i in range(10)]  # the first round of these takes half a second on two cores
     honest = [("a", "a"), ("a", "b"), ("c", "c"), ("b", None)]
     start = time.monotonic()
-    verdicts = grader.evaluate([*hostile, ("z", None), ("a", "die"), *honest], 2.0)
-    assert time.monotonic() - start < 2.0 + 5.0  # the second number is for a busy machine
+    verdicts = grader.evaluate([*hostile, ("z", None), ("a", "die"), *honest], 1.0)
+    assert time.monotonic() - start < 1.0 + 5.0  # the second number is for a busy machine
     assert [verdicts[pair] for pair in honest] == [True, False, True, True]
     assert not any(verdicts[pair] for pair in hostile)
     assert verdicts["a", "die"] is None and verdicts["z", None]  # a gold answer is not blamed for the time
@@ -293,7 +296,7 @@ open(sys.argv[1], "a").write("started\n")
 from common.tasks import answers, math_verify_process
 assert answers.answers_match(r"\boxed{x+1}", "1+x") == 0
 print(math_verify_process._grader.child.pid, flush=True)
-answers.answers_match(rf"\boxed{{{sys.argv[1]}+x}}", "x+1", limit=5.0)
+answers.answers_match(rf"\boxed{{{sys.argv[1]}+x}}", "x+1", limit=2.0)
 """)
     run = "import runpy, sys; sys.path.pop(0); runpy.run_path('train.py', run_name='__main__')"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "stub"), str(ROOT)])}
@@ -376,7 +379,18 @@ def test_accepted_answers_are_not_read_again_for_every_right_answer(monkeypatch)
 
 
 def test_golds_that_cannot_be_graded_are_found_before_training(no_math_verify, monkeypatch):
-    golds = ["18", "", "see figure", "18 apples", "80元", "#### see figure", "Paris", "#### 5", "the long way", "(1, 2)"]
+    golds = [
+        "18",
+        "",
+        "see figure",
+        "18 apples",
+        "80元",
+        "#### see figure",
+        "Paris",
+        "#### 5",
+        "the long way",
+        "(1, 2)",
+    ]
     assert answers_module.ungradable(golds * 1000) == [
         row for row in range(10_000) if golds[row % 10] in ("", "see figure", "#### see figure", "the long way")
     ]

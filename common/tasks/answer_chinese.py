@@ -10,8 +10,8 @@ characters or stands where a result stands: after 是, 有, 剩 or the like, bef
 import re
 from fractions import Fraction
 
-_DIGITS = {char: value for value, chars in enumerate(["〇零", "一壹", "二两贰", "三叁", "四肆", "五伍", "六陆", "七柒", "八捌", "九玖"])
-           for char in chars}  # fmt: skip
+_DIGITS = {char: str("〇一二三四五六七八九".index(char)) for char in "〇一二三四五六七八九"}
+_DIGITS |= dict(zip("零壹贰两叁肆伍陆柒捌玖", "01223456789", strict=True))
 _SCALES = {
     "亿": 10**8,
     "億": 10**8,
@@ -30,18 +30,23 @@ _N = rf"(?:(?<![\d.])\d{{1,20}}(?:\.\d{{1,20}})?|{_DECIMAL}|{_NUMERAL}{{1,30}})"
 _UNIT_AHEAD = "(?![米克瓦卡帕焦伏赫字])"  # 千米 is a kilometre
 _FRACTION = re.compile(rf"(?:(?P<whole>{_N})又)?(?P<below>{_N})分之(?P<above>{_N})")
 _SCALE = rf"(?:[亿億万萬百]|千{_UNIT_AHEAD})"
-_NUMBER = re.compile(
-    rf"(?<![\d.,])\d{{1,20}}(?:,\d{{3}}){{0,6}}(?:\.\d{{1,20}})? ?{_SCALE}(?:(?:\d{{1,9}}(?:\.\d{{1,9}})?)?{_SCALE}){{0,4}}"
-    rf"(?:\d{{1,4}}(?!\d*[年月日点]))?|{_DECIMAL}|{_NUMERAL}{{1,30}}"
+_WITH_SCALE = (
+    rf"\d{{1,20}}(?:,\d{{3}}){{0,6}}(?:\.\d{{1,20}})? ?{_SCALE}(?:(?:\d{{1,9}}(?:\.\d{{1,9}})?)?{_SCALE}){{0,4}}"
+)
+_NUMBER = re.compile(rf"(?<![\d.,]){_WITH_SCALE}(?:\d{{1,4}}(?!\d*[年月日点]))?|{_DECIMAL}|{_NUMERAL}{{1,30}}")
+_YEAR, _SHORT = rf"({_NUMERAL}{{2,4}}|\d{{2,4}})", rf"({_NUMERAL}{{1,3}}|\d{{1,2}})"
+_DATE = re.compile(rf"(?:{_YEAR} ?年 ?)?{_SHORT} ?月 ?{_SHORT} ?[日号]")
+_TIME = re.compile(
+    rf"(上午|早上|凌晨|中午|下午|晚上|傍晚)?{_SHORT} ?(?:[点时](?:{_SHORT}分|(半|整|一刻|三刻))|点(?=$|[\s,.;钟]))"
 )
 _IS_ORDINAL = re.compile(r"(?:第|初|星期|礼拜|周|之|唯|统|万)$")
 _RESULT_BEFORE = re.compile(r"(?:[是为有剩下余得到于要需共买卖多少付花用收用重长高宽深约负]|还剩|答案|[:=]) ?$")
 _RESULT_AFTER = re.compile(
     r"(?:$|[\s,.;!?)]|[个只本支张人名位条块辆件朵棵箱瓶元角天年月日时分秒周次倍米克斤公千厘毫平立吨升度岁页组种套双对袋包盒杯碗台间层排行列题道篇首枚颗粒根把串盘片头匹座栋])"
-)  # noqa: E501
+)
 _NOT_ALONE = re.compile(
     r"[一十](?=[共起样定些般直切旦边半面分]|个人$)|三角|四边|四周|[千百]分|千万(?!元)|万一|[一二三四五六七八九][一二三四五六七八九](?![一二三四五六七八九〇零])"
-)  # noqa: E501
+)
 
 
 def to_ascii(text: str, *, everywhere: bool) -> str:
@@ -73,10 +78,10 @@ def value(numeral: str) -> Fraction:
         return value(numeral[:-1]) * _SCALES[numeral[-1]]
     if "点" in numeral:
         whole, _, decimals = numeral.partition("点")
-        digits = "".join(str(_DIGITS[char]) for char in decimals)
+        digits = "".join(_DIGITS[char] for char in decimals)
         return value(whole) + Fraction(int(digits), 10 ** len(digits))
     if not any(char in _SCALES for char in numeral):  # 二〇二四, digit by digit
-        return Fraction("".join(str(_DIGITS.get(char, char)) for char in numeral) or 0)
+        return Fraction("".join(_DIGITS.get(char, char) for char in numeral) or 0)
     for char, scale in _SCALES.items():
         before, found, after = numeral.rpartition(char)
         if found:
@@ -122,14 +127,8 @@ def _as_number(match: re.Match, everywhere: bool) -> str:
 
 def _dates(text: str) -> str:
     """2024年1月5日 as 2024-1-5 and 下午3点30分 as 15:30."""
-    text = re.sub(
-        rf"(?:({_NUMERAL}{{2,4}}|\d{{2,4}}) ?年 ?)?({_NUMERAL}{{1,2}}|\d{{1,2}}) ?月 ?({_NUMERAL}{{1,3}}|\d{{1,2}}) ?[日号]",
-        lambda m: "-".join(_text(value(part)) for part in m.groups() if part), text,
-    )  # fmt: skip
-    return re.sub(
-        rf"(上午|早上|凌晨|中午|下午|晚上|傍晚)?({_NUMERAL}{{1,3}}|\d{{1,2}}) ?(?:[点时](?:({_NUMERAL}{{1,3}}|\d{{1,2}})分|(半|整|一刻|三刻))|点(?=$|[\s,.;钟]))",
-        _as_time, text,
-    )  # fmt: skip
+    text = _DATE.sub(lambda m: "-".join(_text(value(part)) for part in m.groups() if part), text)
+    return _TIME.sub(_as_time, text)
 
 
 def _as_time(match: re.Match) -> str:

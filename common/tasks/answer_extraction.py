@@ -28,7 +28,8 @@ from common.tasks.thinking import after_thought
 
 _BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?: *(?P<box>\{)|\s+(?P<bare>[^\s{}$\\]+))|\\.|[{}]", re.DOTALL)
 _STATED = re.compile(
-    r"\b(?:answer|result|solution|choice|option)s?\b[*_]*(?:[ \t]*(?:is|are|was|would be|should be|must be|:|=|->)[*_]*)+(?!\s*\w+ing\b)"
+    r"\b(?:answer|result|solution|choice|option)s?\b[*_]*"
+    r"(?:[ \t]*(?:is|are|was|would be|should be|must be|:|=|->)[*_]*)+(?!\s*\w+ing\b)"
     r"|\b(?:answer|option|choice)[ *_]+(?=\(?[A-Z]\)?(?![\w']))"
     r"|(?:答案|解集|(?:最终|最后)?结果|答)(?:应?该?[是为选:得]|等于|\u3011|\])+"
     r"|选(?:择)?(?:项)?[\s:]*(?=[($\\]*[A-Z](?![a-z]))",
@@ -41,14 +42,16 @@ _CORRECT_LETTER = re.compile(
 _CORRECTED = re.compile(r"\b(?:wait|actually|correction|sorry|oops|mistake)\b|不对|更正|等等|错了", re.IGNORECASE)
 _CONTINUED = re.compile(r"=|^\W*(?:so|thus|therefore|hence|then|altogether|in total|所以|因此)\b", re.IGNORECASE)
 _COPULA = re.compile(
-    r"\b(?:is|are|was|were|equals?|be|becomes?|gives)\b(?! not\b|n't)|(?<!\d):(?!\d)|(?<![<>!=])=(?!=)|(?<![不])(?:等于|是|为)"
+    r"\b(?:is|are|was|were|equals?|be|becomes?|gives)\b(?! not\b|n't)"
+    r"|(?<!\d):(?!\d)|(?<![<>!=])=(?!=)|(?<!不)(?:等于|是|为)"
 )
 _LEADING_LETTER = re.compile(rf"[\s*_(]*([{CHOICES}])(?:\)|(?=[\s*.,:;)]|项|$))(?! [a-z])")
 _LEADING_VERDICT = re.compile(
     r"[\s*_]*(yes|no|true|false|correct|incorrect|对|错|正确|错误|是的|不是)[*_]*(?=[\s]*[,.!;\n]|\s*$)", re.IGNORECASE
 )
 _CLOSING_VERDICT = re.compile(
-    r"(?:no (?:real |integer )?solutions?|does not exist|无(?:实数)?解|没有解|不存在|(?<!不)(?:正确|错误|成立)|不正确|不对|不成立)的?$",
+    r"(?:no (?:real |integer )?solutions?|does not exist|无(?:实数)?解|没有解|不存在"
+    r"|(?<!不)(?:正确|错误|成立)|不正确|不对|不成立)的?$",
     re.IGNORECASE,
 )
 _TAIL = 2000  # characters from a statement on, and of the last sentence, that are read

@@ -15,6 +15,7 @@ _MONTH = (
 _DAY = r"(\d{1,2})(?:st|nd|rd|th)?"
 _NUMBER = r"-?\d{1,20}(?:,\d{3}){0,6}(?:\.\d{1,20})?(?:/\d{1,20})?%?"
 _UNIT = r"(?: ?[a-zA-Z$%\u4e00-\u9fff]{1,12}){0,2}?"
+_TO = r"(?: ?[~到至] ?| to | through |(?<=\d) ?-{1,2} ?(?=\d))"
 _FORMS = (
     ("date", rf"\b{_MONTH} {_DAY},?(?: (\d{{4}}))?(?!\d)"),
     ("date", rf"\b{_DAY}(?: of)? {_MONTH},?(?: (\d{{4}}))?(?!\d)"),
@@ -23,7 +24,7 @@ _FORMS = (
     ("ratio", r"(?<![\d.])\d+(?:\.\d+)?(?: ?: ?\d+(?:\.\d+)?)+"),
     ("date", r"(?<!\d)\d+(?: ?- ?\d+){2,}|(?<!\d)\d+(?:/\d+){2,}"),
     ("range", rf"\bbetween ({_NUMBER}){_UNIT} and ({_NUMBER})"),
-    ("range", rf"(?<![\w.,])(?:from )?({_NUMBER}){_UNIT}(?: ?[~\u5230\u81f3] ?| to | through |(?<=\d) ?-{{1,2}} ?(?=\d))({_NUMBER})"),
+    ("range", rf"(?<![\w.,])(?:from )?({_NUMBER}){_UNIT}{_TO}({_NUMBER})"),
 )  # fmt: skip
 _MAX_LENGTH = 80
 LABEL = re.compile("|".join(re.sub(r"\((?!\?)", "(?:", form) for _, form in _FORMS), re.IGNORECASE)

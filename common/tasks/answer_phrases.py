@@ -31,17 +31,19 @@ _OR = re.compile(
 )
 _VERDICTS = {
     "true": "true yes correct right 对 对的 正确 是 是的 真 成立 没错 √ ✓",
-    "false": "false no incorrect wrong untrue not-true not-correct not-right 错 错误 不对 不正确 不是 不成立 不 否 假 ✗",
+    "false": "false no incorrect wrong untrue not-true not-correct not-right 错 错误 不对 不正确 不是 不成立 否 假 ✗",
     "none": "none no-solution no-solutions does-not-exist dne undefined 无解 没有解 不存在",
 }
 _VERDICT_OF = {phrase.replace("-", " "): name for name, phrases in _VERDICTS.items() for phrase in phrases.split()}
 _RELATIONS = (
     (
-        r"(?:is |must be )?(?:at least|no(?:t)? less than|greater than or equal to)|大于(?:或|)等于|不小于|不少于|不低于",
+        r"(?:is |must be )?(?:at least|not? less than|greater than or equal to)"
+        r"|大于(?:或|)等于|不小于|不少于|不低于",
         r"\ge ",
     ),
     (
-        r"(?:is |must be )?(?:at most|no(?:t)? more than|less than or equal to|up to)|小于(?:或|)等于|不大于|不超过|不多于",
+        r"(?:is |must be )?(?:at most|not? more than|less than or equal to|up to)"
+        r"|小于(?:或|)等于|不大于|不超过|不多于",
         r"\le ",
     ),
     (r"(?:is |must be )?(?:more|greater|larger) than|over(?= -?\d)|大于", ">"),
@@ -52,7 +54,7 @@ _RELATIONS = (
 
 
 def verdict(text: str) -> str | None:
-    """ "true", "false" or "none" if a text says one of these, as "correct", 错误 or "no solution" do."""
+    """Whether a text says "true", "false" or "none", as "correct", 错误 and "no solution" do."""
     return _VERDICT_OF.get(re.sub(r"^(?:the |an? )|[的了]$", "", text.casefold().strip()))
 
 

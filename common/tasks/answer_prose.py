@@ -20,7 +20,8 @@ from common.tasks.answer_values import digits, is_computation, is_name
 from common.tasks.answer_words import to_digits
 
 _SENTENCE_END = re.compile(
-    r"\n+|(?<=[.!?;])(?<!\bsq\.)(?<!\bft\.)(?<!\bcu\.)(?<!\b[Nn]o\.)(?<!approx\.)(?:\s+|(?=[^\x00-\x7f]))|(?<=[^\x00-\x7f])[.!?;]"
+    r"\n+|(?<=[.!?;])(?<!\bsq\.)(?<!\bft\.)(?<!\bcu\.)(?<!\b[Nn]o\.)(?<!approx\.)(?:\s+|(?=[^\x00-\x7f]))"
+    r"|(?<=[^\x00-\x7f])[.!?;]"
 )
 _NOT_BEFORE = re.compile(
     r"(?:\b(?:not|never|cannot|neither|nor|rather than|instead of)\b|n't\b)(?!\s*only)[^,.;:]{0,40}$"
@@ -44,16 +45,17 @@ _NOT_AFTER = re.compile(
     re.IGNORECASE,
 )
 _BOUND_BEFORE = re.compile(
-    r"(?:\b(?:at least|at most|(?:more|less|fewer|greater|larger|smaller|higher|lower|bigger) than|over|under|up to|below"
-    r"|above|exceed(?:s|ing)?|nearly|almost|(?:minimum|maximum) of|half(?: of)?|twice|double|triple|(?:square|cube)(?: root)? of"
-    r"|plus|minus|times|divided by|multiplied by|modulo|mod|to the power(?: of)?)"
+    r"(?:\b(?:at least|at most|(?:more|less|fewer|greater|larger|smaller|higher|lower|bigger) than|over|under|up to"
+    r"|below|above|exceed(?:s|ing)?|nearly|almost|(?:minimum|maximum) of|half(?: of)?|twice|double|triple"
+    r"|(?:square|cube)(?: root)? of|plus|minus|times|divided by|multiplied by|modulo|mod|to the power(?: of)?)"
     r"|至少|至多|最多|最少|大于|小于|超过|不到|不足|少于|多于|低于|高于|接近|近) ?$",
     re.IGNORECASE,
 )
 _BOUND_AFTER = re.compile(
     r" ?(?:[a-z]+ )?(?:more|less|fewer) than (?:[a-zA-Z]\b|\d|twice|the number)"
-    r"| ?\+(?!\d)| (?:plus|minus|times (?:\d|[b-zB-Z]\b)|divided by|multiplied by|squared(?! \w+)|cubed|factorial|to the power|mod)\b"
-    r"|[^,.;:\d]{0,15}?(?:\bat (?:most|least)\b|\bor (?:more|less|fewer|higher|lower|above|below|over|under|so)\b|\band (?:above|below|over|up)\b"
+    r"| ?\+(?!\d)| (?:plus|minus|times (?:\d|[b-zB-Z]\b)|divided by|multiplied by|squared(?! \w+)|cubed|factorial"
+    r"|to the power|mod)\b|[^,.;:\d]{0,15}?(?:\bat (?:most|least)\b"
+    r"|\bor (?:more|less|fewer|higher|lower|above|below|over|under|so)\b|\band (?:above|below|over|up)\b"
     r"|以上|以下|以内|多(?=[个人元岁]))",
     re.IGNORECASE,
 )  # fmt: skip
@@ -61,7 +63,8 @@ _OPERATOR_BEFORE = re.compile(
     r"[\w)}\]%] ?(?:[-+*/^x]|\\(?:times|div|cdot)) ?$|[\w)}\]%] ?\\(?:times|div|cdot) $|[-+*] ?\($|\d[a-zA-Z]$"
 )
 _OPERATOR_AFTER = re.compile(
-    r" ?(?:[+*]|\^(?! ?\\circ)|\\(?:times|div|cdot)) ?[\w\\(]| ?-(?= ?\d)| ?- ?[a-zA-Z\\](?![a-zA-Z])|[a-zA-Z]?!|/\d| ?x ?\d"
+    r" ?(?:[+*]|\^(?! ?\\circ)|\\(?:times|div|cdot)) ?[\w\\(]"
+    r"| ?-(?= ?\d)| ?- ?[a-zA-Z\\](?![a-zA-Z])|[a-zA-Z]?!|/\d| ?x ?\d"
 )
 _ATTACHED = re.compile(r"([a-zA-Z]{1,2})(?![a-zA-Z])")
 _UNIT_POWER = re.compile(r"(?:[a-zA-Z]{1,12}|[\u4e00-\u9fff]|\}) ?\^ ?\{? ?$")

@@ -12,7 +12,8 @@ from typing import NamedTuple
 # dimension: names and size in the first unit of the line
 _TABLE = """
 m: m metre metres meter meters 米 1, km kilometre kilometres kilometer kilometers 千米 公里 1000, dm 分米 1/10
-m: cm centimetre centimetres centimeter centimeters 厘米 1/100, mm millimetre millimetres millimeter millimeters 毫米 1/1000
+m: cm centimetre centimetres centimeter centimeters 厘米 1/100
+m: mm millimetre millimetres millimeter millimeters 毫米 1/1000
 m: inch inches 127/5000, ft foot feet 381/1250, yd yard yards 1143/1250, mi mile miles 201168/125
 kg: kg kilogram kilograms kilo kilos 千克 公斤 1, g gram grams 克 1/1000, mg milligram milligrams 毫克 1/1000000
 kg: t ton tons tonne tonnes 吨 1000, lb lbs pound pounds 45359237/100000000, oz ounce ounces 45359237/1600000000, 斤 1/2
@@ -70,133 +71,12 @@ _CLASSIFIERS = (
     "个只本支枝张人名位条辆件朵棵箱瓶块组种套双对袋包盒杯碗台间层排行列题道篇首枚颗粒根把串盘片头匹座栋次倍份步岁分页项"
 )
 _NOUN = re.compile(r"[^\W\d_]+(?:['-][^\W\d_]+)*")
-_NO_NOUN = frozenset(
-    [
-        "more",
-        "less",
-        "fewer",
-        "left",
-        "total",
-        "altogether",
-        "each",
-        "remaining",
-        "of",
-        "the",
-        "a",
-        "an",
-        "in",
-        "on",
-        "at",
-        "for",
-        "from",
-        "to",
-        "with",
-        "by",
-        "is",
-        "are",
-        "was",
-        "were",
-        "be",
-        "and",
-        "or",
-        "so",
-        "as",
-        "which",
-        "that",
-        "who",
-        "when",
-        "because",
-        "since",
-        "if",
-        "per",
-        "than",
-        "then",
-        "there",
-        "here",
-        "now",
-        "units",
-        "unit",
-        "square",
-        "squares",
-        "piece",
-        "pieces",
-        "pcs",
-        "items",
-        "item",
-        "extra",
-        "other",
-        "others",
-        "different",
-        "possible",
-        "ways",
-        "only",
-        "all",
-        "not",
-        "after",
-        "before",
-        "during",
-        "about",
-        "away",
-        "will",
-        "would",
-        "can",
-        "could",
-        "has",
-        "have",
-        "had",
-        "do",
-        "does",
-        "did",
-        "too",
-        "respectively",
-    ]
-)
-ENDS_NOUN = frozenset(
-    [
-        "in",
-        "on",
-        "at",
-        "for",
-        "from",
-        "to",
-        "with",
-        "by",
-        "is",
-        "are",
-        "was",
-        "were",
-        "be",
-        "and",
-        "or",
-        "so",
-        "as",
-        "which",
-        "that",
-        "who",
-        "when",
-        "because",
-        "since",
-        "if",
-        "than",
-        "then",
-        "will",
-        "would",
-        "can",
-        "could",
-        "has",
-        "have",
-        "had",
-        "do",
-        "does",
-        "did",
-        "after",
-        "before",
-        "during",
-        "of",
-        "not",
-        "per",
-    ]
-)
+_STOP_WORDS = """in on at for from to with by is are was were be or so as which that who when because since if than then
+will would can could has have had do does did after before during of not per"""
+_FILLERS = """more less fewer left total altogether each remaining the a an and here now units unit square squares piece
+pieces pcs items item extra other others different possible ways only all about away too respectively"""
+ENDS_NOUN = frozenset(_STOP_WORDS.split())
+_NO_NOUN = frozenset(_FILLERS.split())
 
 
 class Unit(NamedTuple):

@@ -85,8 +85,10 @@ _LETTERS = re.compile(r"\(?[A-Z]\)?(?:(?:, ?(?:and )?| and | ?& ?|和| )\(?[A-Z]
 _BRACKETED = re.compile(r"([(\[\]]|\\?\{)(.*?)(\)|\]|\[|\\?\})", re.DOTALL)
 _NAMES = (
     r"\\?[a-zA-Z]+'*(?:_(?:\w|\{[\w\\ ,]+\}))?", r"\|[A-Z]{2}\|", r"\\overline ?\{[A-Z]{2}\}", r"[A-Z]{2,4}",
-    r"m?\\(?:angle|measuredangle|triangle) ?[A-Z0-9]{1,3}", r"\\?(?!sin|cos|tan|log|ln|exp|abs|sqrt|max|min|gcd)[a-zA-Z]+'*(?:_\w)?(?:\^\{-1\})? ?[(\[][^()\[\]]*[)\]]",
-    r"\([a-zA-Z](?:, ?[a-zA-Z])+\)", r"\\frac ?\{d\w?\} ?\{d\w\}", r"[A-Za-z]{3,}(?: [A-Za-z()]+)*", r"[\w \u4e00-\u9fff]*[\u4e00-\u9fff][\w \u4e00-\u9fff]*",
+    r"m?\\(?:angle|measuredangle|triangle) ?[A-Z0-9]{1,3}", r"\([a-zA-Z](?:, ?[a-zA-Z])+\)",
+    r"\\frac ?\{d\w?\} ?\{d\w\}",
+    r"\\?(?!sin|cos|tan|log|ln|exp|abs|sqrt|max|min|gcd)[a-zA-Z]+'*(?:_\w)?(?:\^\{-1\})? ?[(\[][^()\[\]]*[)\]]",  # f(2)
+    r"[A-Za-z]{3,}(?: [A-Za-z()]+)*", r"[\w \u4e00-\u9fff]*[\u4e00-\u9fff][\w \u4e00-\u9fff]*",
 )  # fmt: skip
 _NAME = re.compile("|".join(f"(?:{name})" for name in _NAMES))
 _PRODUCT = re.compile(r"[a-z]{2}(?:_.*)?|\\(?:sin|cos|tan|log|ln|sqrt|times|cdot)")  # ab is a times b
@@ -102,8 +104,9 @@ _WITH_UNIT = re.compile(
     r"(.*?[\d)}\]a-zA-Z])(?: ?(?=\\mathrm \{|\^ ?\\circ|[\u4e00-\u9fff])| (?=[a-zA-Z]{2}|[$\u20ac\xa3\xa5]))(.{1,30})"
 )
 _NO_UNIT_WORD = re.compile(
-    r"^[ ,]*(?:plus|minus|times(?= [b-zB-Z]\b| \d)|divided|multiplied|squared|cubed|factorial|choose|mod|to the power|or|and|than|is|of|which|who|that)\b"
-    r"|\b(?:than|twice) (?:[a-zA-Z]$|\d|twice|half)|\bat (?:most|least)\b|\b(?:or|and) (?:more|less|fewer|above|below|over|under|so)\b"
+    r"^[ ,]*(?:plus|minus|times(?= [b-zB-Z]\b| \d)|divided|multiplied|squared|cubed|factorial|choose|mod|to the power"
+    r"|or|and|than|is|of|which|who|that)\b|\b(?:than|twice) (?:[a-zA-Z]$|\d|twice|half)|\bat (?:most|least)\b"
+    r"|\b(?:or|and) (?:more|less|fewer|above|below|over|under|so)\b"
     r"|以[上下内]|^\+$", re.IGNORECASE,
 )  # fmt: skip
 _UNIT_TEXT = re.compile(r"(?:[^\W\d]|[ /.$%\u20ac\xa3\xa5\u20b9'\-\u4e00-\u9fff]|\^ ?\{?-?[1-4]\}?|\^ ?\\circ|\\cdot)+")

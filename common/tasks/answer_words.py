@@ -7,9 +7,11 @@ as "is" or "has": in "18 apples for the two of them" only 18 does.
 import re
 from fractions import Fraction
 
-_SMALL = {word: value for value, word in enumerate(
-    ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
-)} | {word: 10 * value for value, word in enumerate(["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"], 2)}  # fmt: skip
+_ONES = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+seventeen eighteen nineteen"""
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_SMALL = {word: value for value, word in enumerate(_ONES.split())}
+_SMALL |= {word: 10 * value for value, word in enumerate(_TENS.split(), 2)}
 _LARGE = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "lakh": 10**5, "crore": 10**7}
 _GROUPS = {"hundred": 100, "dozen": 12}
 _PARTS = {word: value for value, word in enumerate(

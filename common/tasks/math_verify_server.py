@@ -6,6 +6,7 @@ turn did not come). Each worker is a fork that the kernel ends in the middle of 
 one takes its place within milliseconds, because the imports are done.
 """
 
+# ruff: noqa: E402
 import sys
 
 sys.path[:] = [folder for folder in sys.path if folder]  # no file in the working folder may pose as a package
@@ -126,7 +127,7 @@ class Worker:
             self.serve(questions[0], replies[1])
         os.close(questions[0])
         os.close(replies[1])
-        self.input, self.output, self.question = open(questions[1], "w"), replies[0], None
+        self.input, self.output, self.question = os.fdopen(questions[1], "w"), replies[0], None
 
     def pipes(self) -> tuple[int, int]:
         """Descriptors to this worker."""
@@ -135,7 +136,7 @@ class Worker:
     def serve(self, questions: int, replies: int) -> None:
         """Main loop of the worker; never returns."""
         try:
-            for line in open(questions):
+            for line in os.fdopen(questions):
                 gold, found, limit = json.loads(line)
                 signal.setitimer(signal.ITIMER_REAL, limit)  # SIGALRM keeps its default action: it kills
                 try:

@@ -77,6 +77,9 @@ def test_a_number_is_right_however_it_is_written_and_no_other_is(number, other, 
 SIZE = 50_000
 REPEATED = [
     "{", "(", "\\", "\\boxed ", "-1", ", and ", "1,", "9,999", "1/2/3/4/", "1 1/", "1\xbd", "1~", "1e", "a ", "x=",
+    "三", "1万", "一点", "one ", "twenty-", "$1", "1:", "not 1 ", "is ", "answer is ", "1 to ", "1 or ", "x = 1, ",
+    "选", "1 cm^",
+    "\\mathbf{", "1 and ", "(1, 2) ", "January 1 ", "1. ", "百分之", "maybe ", "=", "1\\pm", "\\cup ",
     "1 \\text{", "1 \\frac{1}{1", "\u200f", "\xb2", "\u221a", "1\\ ", "1x10^", "1.1\\overline{", "1_", "1-", "1 mm",
 ]  # fmt: skip
 

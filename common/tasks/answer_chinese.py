@@ -29,6 +29,7 @@ _DECIMAL = rf"{_NUMERAL}{{1,4}}点[{''.join(_DIGITS)}]{{1,9}}[万亿]?(?![分钟
 _N = rf"(?:(?<![\d.])\d{{1,20}}(?:\.\d{{1,20}})?|{_DECIMAL}|{_NUMERAL}{{1,30}})"
 _UNIT_AHEAD = "(?![米克瓦卡帕焦伏赫字])"  # 千米 is a kilometre
 _FRACTION = re.compile(rf"(?:(?P<whole>{_N})又)?(?P<below>{_N})分之(?P<above>{_N})")
+_TENTHS = re.compile(rf"({_N})成([{''.join(_DIGITS)}])?(?![为功立本绩员熟长就果分都])")
 _SCALE = rf"(?:[亿億万萬百]|千{_UNIT_AHEAD})"
 _WITH_SCALE = (
     rf"\d{{1,20}}(?:,\d{{3}}){{0,6}}(?:\.\d{{1,20}})? ?{_SCALE}(?:(?:\d{{1,9}}(?:\.\d{{1,9}})?)?{_SCALE}){{0,4}}"
@@ -64,11 +65,12 @@ def to_ascii(text: str, *, everywhere: bool) -> str:
     text = re.sub(r"(\d)%?比(\d)", r"\1:\2", _dates(text))
     text = re.sub(rf"百分之({_N})", lambda m: f"{_text(value(m[1]))}%", text)
     text = _FRACTION.sub(_as_fraction, text)
-    text = re.sub(rf"({_N})成(?![为功立本绩员熟长就果分都])", lambda m: f"{_text(value(m[1]) * 10)}%", text)
+    text = _TENTHS.sub(lambda m: f"{_text(value(m[1]) * 10 + (value(m[2]) if m[2] else 0))}%", text)
     text = _NUMBER.sub(lambda m: _as_number(m, everywhere), text)
-    text = re.sub(r"(?:负|零下) ?(?=\d)", "-", text)
+    text = re.sub(r"(?:负的?|零下) ?(?=\d)", "-", text)
+    text = re.sub(r"(?<=\d)又(?=\d+/\d)", " ", text)
     text = re.sub(r"(?<=\d)(个|小时|年|天|倍)半", lambda m: f".5{m[1]}", text)
-    return re.sub(r"(?<=\d)‰", "e-3", text)
+    return text
 
 
 def value(numeral: str) -> Fraction:
@@ -110,7 +112,7 @@ def _as_fraction(match: re.Match) -> str:
 def _as_number(match: re.Match, everywhere: bool) -> str:
     numeral, before = match[0], match.string[max(0, match.start() - 4) : match.start()]
     is_pure = not any(char.isdecimal() for char in numeral)
-    if before.endswith("星期") or (is_pure and re.match("角|边形|维|棱", match.string[match.end() :])):
+    if before.endswith("星期") or (is_pure and re.match("角|边形|维|棱|几", match.string[match.end() :])):
         return numeral
     if is_pure and not everywhere:
         if _IS_ORDINAL.search(before) or _NOT_ALONE.match(match.string, match.start()):

@@ -28,16 +28,15 @@ from common.tasks.thinking import after_thought
 
 _BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?: *(?P<box>\{)|\s+(?P<bare>[^\s{}$\\]+))|\\.|[{}]", re.DOTALL)
 _STATED = re.compile(
-    r"\b(?:answer|result|solution|choice|option)s?\b[*_]*"
+    r"\b(?i:answer|result|solution|choice|option)s?\b[*_]*"
     r"(?:[ \t]*(?:is|are|was|would be|should be|must be|:|=|->)[*_]*)+(?!\s*\w+ing\b)"
-    r"|\b(?:answer|option|choice)[ *_]+(?=\(?[A-Z]\)?(?![\w']))"
-    r"|(?:答案|解集|(?:最终|最后)?结果|答)(?:应?该?[是为选:得]|等于|\u3011|\])+"
-    r"|选(?:择)?(?:项)?[\s:]*(?=[($\\]*[A-Z](?![a-z]))",
-    re.IGNORECASE,
-)  # fmt: skip
+    r"|\b(?i:answer|option|choice|choose|pick|select)\b[ *_]+(?=[($\\]*[A-Z]\)?(?![\w']))"
+    r"|(?:答案|解集|(?:最终|最后)?结果|答)(?:应?该?[是为选:得]|等于|】|\])+|选(?:择)?(?:项)?[\s:]*(?=[($\\]*[A-Z](?![a-z]))"
+)
 _CORRECT_LETTER = re.compile(
     r"(?<![\w'])\(?([A-Z])\)? (?:is|must be|would be) (?:the )?(?:correct|right|best|answer)\b"
-    r"|(?<![\w'])([A-Z]) ?(?:项)?(?:是?正确|是对的)"
+    r"|(?<![\w'])([A-H](?:(?:, ?|和|与| and )[A-H])*) ?(?:选?项)?(?:都|均|是)*(?:正确|对)"
+    r"|(?<![\w'])([A-H](?:, ?[A-H])*,? and [A-H]) are (?:both |all )?(?:correct|right)"
 )
 _CORRECTED = re.compile(r"\b(?:wait|actually|correction|sorry|oops|mistake)\b|不对|更正|等等|错了", re.IGNORECASE)
 _CONTINUED = re.compile(r"=|^\W*(?:so|thus|therefore|hence|then|altogether|in total|所以|因此)\b", re.IGNORECASE)
@@ -122,7 +121,7 @@ def _stated(text: str) -> str | None:
             last = match
     letters = [m for m in _CORRECT_LETTER.finditer(text) if last is None or m.start() > last.start()]
     if letters and not _CORRECTED.search(text, letters[-1].end()):
-        return letters[-1][1] or letters[-1][2]
+        return next(filter(None, letters[-1].groups()))
     if last is None or _CORRECTED.search(text, last.end()):
         return None
     rest = text[last.end() : last.end() + _TAIL].lstrip(" *_:\n")

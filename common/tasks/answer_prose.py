@@ -24,17 +24,20 @@ _SENTENCE_END = re.compile(
     r"|(?<=[^\x00-\x7f])[.!?;]"
 )
 _NOT_BEFORE = re.compile(
-    r"(?:\b(?:not|never|cannot|neither|nor|rather than|instead of)\b|n't\b)(?!\s*only)[^,.;:]{0,40}$"
-    r"|(?:不是|不等于|不为|并非|不会是|而非|不应|不能是|没有)[^,.;:是为而]{0,8}$",
+    r"(?:\b(?:not|never|cannot|neither|nor|rather than|instead of"
+    r"|reject|eliminate|discard|exclude|rule out)\b|n't\b)(?!\s*only)[^,.;:]{0,40}$"
+    r"|(?:不(?:可能|会|应该?|能)?(?:是|等于|为)|并非|而非|没有|排除|舍去)[^,.;:是为而]{0,8}$",
     re.IGNORECASE,
 )
 _COPULA = re.compile(r"\b(?:is|are|was|were|gives?|makes?|has|have|but)\b(?! not| never)|=|而是|但")
 _NOT_CLAUSE = re.compile(
-    r"not true|not the case|n't think|not think|not believe|n't believe|doubt|false that|wrong (?:that|to)",
+    r"not true|not the case|n't think|not think|not believe|n't believe|doubt|false that|wrong (?:that|to)"
+    r"|(?:wrong|incorrect) (?:answer|result|value)|错误的?(?:答案|结果)",
     re.IGNORECASE,
 )
 _DENIED = re.compile(
-    r"(?:\bnot|n't|\bcannot|\bnever|\bnor)\s*(?:\w+ ?){0,2}$|[不没别未非](?:[能应会可是要必]|应该|可能|可以)?$",
+    r"(?:\bnot|n't|\bcannot|\bnever|\bnor)\s*(?:\w+ ?){0,2}$"
+    r"|(?:\b(?:wrong|incorrect)|错误的?)\s*$|[不没别未非](?:[能应会可是要必]|应该|可能|可以)?$",
     re.IGNORECASE,
 )
 _NOT_AFTER = re.compile(
@@ -47,16 +50,18 @@ _NOT_AFTER = re.compile(
 _BOUND_BEFORE = re.compile(
     r"(?:\b(?:at least|at most|(?:more|less|fewer|greater|larger|smaller|higher|lower|bigger) than|over|under|up to"
     r"|below|above|exceed(?:s|ing)?|nearly|almost|(?:minimum|maximum) of|half(?: of)?|twice|double|triple"
-    r"|(?:square|cube)(?: root)? of|plus|minus|times|divided by|multiplied by|modulo|mod|to the power(?: of)?)"
+    r"|(?:square|cube)(?: root)? of"
+    r"|(?:multiple|factor|divisor|reciprocal|inverse|opposite|third|quarter) of"
+    r"|plus|minus|times|divided by|multiplied by|modulo|mod|to the power(?: of)?)"
     r"|至少|至多|最多|最少|大于|小于|超过|不到|不足|少于|多于|低于|高于|接近|近) ?$",
     re.IGNORECASE,
 )
 _BOUND_AFTER = re.compile(
-    r" ?(?:[a-z]+ )?(?:more|less|fewer) than (?:[a-zA-Z]\b|\d|twice|the number)"
+    r" ?(?:[a-z]+ )?(?:(?:more|less|fewer) than|as \w+ as) (?:[a-zA-Z]\b|\d|twice|(?:the|a|some) number)"
     r"| ?\+(?!\d)| (?:plus|minus|times (?:\d|[b-zB-Z]\b)|divided by|multiplied by|squared(?! \w+)|cubed|factorial"
-    r"|to the power|mod)\b|[^,.;:\d]{0,15}?(?:\bat (?:most|least)\b"
+    r"|to the power|mod)\b|[^,.;:\d]{0,15}?(?:\bat (?:most|least)\b|\b(?:min|max)(?:imum)?\b"
     r"|\bor (?:more|less|fewer|higher|lower|above|below|over|under|so)\b|\band (?:above|below|over|up)\b"
-    r"|以上|以下|以内|多(?=[个人元岁]))",
+    r"|以上|以下|以内|多(?=[个人元岁]|$))",
     re.IGNORECASE,
 )  # fmt: skip
 _OPERATOR_BEFORE = re.compile(
@@ -75,6 +80,7 @@ _JOINED = re.compile(
 )
 _UNIT_AFTER = re.compile(r"[^,;:!?()=\d]{0,40}(?:(?<=[\w}]) ?\^ ?\{?-?[1-4]\}?[^,;:!?()=\d]{0,24})?")
 _UNIT_WORD = re.compile(r"[\w/.$%'^{}\\\u20ac\xa3\xa5-]+")
+_OTHER_GUESS = re.compile(r"[(,;] ?(?:or|maybe|perhaps|possibly|或|也许|可能)[^,.;]{0,12}\d")
 _CONTEXT = 80  # characters looked at before and after a number
 
 
@@ -107,7 +113,9 @@ def last_number(text: str) -> str | None:
 
 def first_claim(text: str) -> str | None:
     """The claim of the first clause with a number, for "4 each, so that 3 children get all"; None if it has several."""
-    for clause in re.split(r"[,;:](?!\d)|\.(?=\s)|\n", text[:2000]):
+    if _OTHER_GUESS.search(text):
+        return None
+    for clause in re.split(r"[,;:](?!\d)|\.(?=\s)|\n| \(", text[:2000]):
         tokens = _tokens(_plain(clause))
         if tokens:
             is_single = len(tokens) == 1 or "=" in clause

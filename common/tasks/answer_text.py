@@ -38,13 +38,14 @@ _SPACING = re.compile(
 )
 _NOTHING = re.compile(
     r"(?<!\\)\\(?:[()\[\]!]"
-    r"|(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|scriptstyle|limits|rm|bf|it|bfseries)(?![a-zA-Z]))"
+    r"|(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|scriptstyle|limits|rm|bf|it|bfseries"
+    r"|tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![a-zA-Z]))"
 )
 _TEXT_FONT = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt|normal|up)?|mathrm|mbox|hbox|emph|underline|operatorname"
     r"|textcolor ?\{[^{}]{0,20}\}|color ?\{[^{}]{0,20}\})\{([^{}]*)\}"
 )
-_MATH_FONT = re.compile(r"\\(?:math(?:bf|it|sf|tt|normal)|boldsymbol|bm|pmb) ?\{([^{}]*)\}")
+_MATH_FONT = re.compile(r"\\(?:math(?:bf|it|sf|tt|normal)|boldsymbol|bm|pmb|ensuremath) ?\{([^{}]*)\}")
 _MATH = re.compile(r"(?<!\\)\$([^$\n]{1,300})(?<!\\)\$")
 _STRAY_DOLLAR = re.compile(r"(?<!\\)\$(?! ?[-+]?[\d.])")
 _LETTER_UNITS = tuple("msghtL")
@@ -77,7 +78,7 @@ def clean(text: str) -> str:
         text = _MATH.sub(lambda m: m[0] if PROSE.search(m[1]) or m[1][-1] in " +-*/=" else m[1], text)
         text = _STRAY_DOLLAR.sub("", text).replace("\\$", "$")
     text = _CURRENCY_FIRST.sub(lambda m: f"{m[2]} {m[1].replace('$', 'dollars')}", " ".join(text.split()))
-    text = text.strip(_MARKUP).rstrip(f"{_MARKUP}.\u2026")
+    text = text.strip(_MARKUP).rstrip(f"{_MARKUP}.?\u2026")
     excess = sum(map(text.count, ")]}")) - sum(map(text.count, "([{"))  # brackets that were opened before the answer
     text = text[: max(len(text) - max(excess, 0), len(text.rstrip(")]}")))]
     for _ in range(3):

@@ -79,7 +79,7 @@ class Answer(NamedTuple):
 CHOICES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _LETTER_FIRST = re.compile(rf"\(?([{CHOICES}])(?:[).:]|\))\s?(\S.*)")
 _LETTER = re.compile(
-    r"(?:(?:option|choice|answer) |选项? ?)?\(?([A-Z])\)?[.:]?\s?(?:项|is (?:correct|right))?", re.IGNORECASE
+    r"(?:(?:option|choice|answer) |选项? ?)?\(?([A-Z])\)?[.:]?\s?(?:选?项|is (?:correct|right))?", re.IGNORECASE
 )
 _LETTERS = re.compile(r"\(?[A-Z]\)?(?:(?:, ?(?:and )?| and | ?& ?|和| )\(?[A-Z]\)?)+|[A-H]{2,8}")
 _BRACKETED = re.compile(r"([(\[\]]|\\?\{)(.*?)(\)|\]|\[|\\?\})", re.DOTALL)
@@ -105,9 +105,10 @@ _WITH_UNIT = re.compile(
 )
 _NO_UNIT_WORD = re.compile(
     r"^[ ,]*(?:plus|minus|times(?= [b-zB-Z]\b| \d)|divided|multiplied|squared|cubed|factorial|choose|mod|to the power"
-    r"|or|and|than|is|of|which|who|that)\b|\b(?:than|twice) (?:[a-zA-Z]$|\d|twice|half)|\bat (?:most|least)\b"
+    r"|or|and|than|is|of|which|who|that)\b|\b(?:than|twice|as) (?:[a-zA-Z]$|\d|twice|half|(?:a|the|some) number)"
+    r"|\b(?:min|max)(?:imum)?\b|\bat (?:most|least)\b"
     r"|\b(?:or|and) (?:more|less|fewer|above|below|over|under|so)\b"
-    r"|以[上下内]|^\+$", re.IGNORECASE,
+    r"|以[上下内]|^[多几余]|^\+$", re.IGNORECASE,
 )  # fmt: skip
 _UNIT_TEXT = re.compile(r"(?:[^\W\d]|[ /.$%\u20ac\xa3\xa5\u20b9'\-\u4e00-\u9fff]|\^ ?\{?-?[1-4]\}?|\^ ?\\circ|\\cdot)+")
 _COMPOUND = re.compile(r"(.+?),? ?(?:and )?(\d+(?:\.\d+)?) ?(\D+)")
@@ -134,18 +135,20 @@ def read(text: str) -> Answer | None:
 def _read(text: str, depth: int) -> Answer | None:
     if word := verdict(text):
         return Answer(Word(word), text)
+    if choice := _choice(text):
+        return Answer(choice, text)
     if letter := _LETTER_FIRST.fullmatch(text):
         rest = read(letter[2]) if depth < 2 else None
         return rest._replace(letter=letter[1]) if rest else Answer(Choice(frozenset(letter[1])), text)
-    if choice := _choice(text):
-        return Answer(choice, text)
     if "\\pm" in text and text.count("\\pm") == 1 and depth < 3:
         signs = [re.sub(r"\\pm ?", sign, text) for sign in "+-"]
         text = ", ".join(re.sub(r"(^|=) ?\+", r"\1", signed) for signed in signs)
     text = digits(text)
     if re.match(r"[a-zA-Z] ?[^a-zA-Z]|[a-zA-Z] |at |no |up |[mlgfou]\w+ ", text):
         text = relations(text)
-    if based := _WITH_BASE.fullmatch(text):
+    if (based := _WITH_BASE.fullmatch(text)) and "10" in (based[2], based[3]):
+        text = based[1]
+    elif based:
         return Answer(Label(f"{based[1]}_{based[2] or based[3]}"), text)
     if label := normal_label(text):
         return Answer(Label(label), text)
@@ -179,7 +182,7 @@ def _number(text: str) -> Number | None:
     value = to_fraction(numbers[0][0])
     if value is None or not rest.strip():
         return None if value is None else Number(value)
-    is_variable = re.fullmatch(r"[a-zA-Z](?:\^.*)?", rest)  # 18m in mathematics is a product
+    is_variable = re.fullmatch(r"[a-zA-Z](?:\^.*)?|\^ ?[^\\ ].*", rest)  # 18m in mathematics is a product
     if compound := _COMPOUND.fullmatch(rest.strip()):
         units = [leading_unit(compound[1])[0], leading_unit(compound[3])[0]]
         if (
@@ -231,6 +234,8 @@ def _equation(text: str, depth: int) -> Answer | None:
     if is_name(last) and not middle and _number(first):  # 18 = x
         first, last = last, first
     has_digits = all(any(char.isdecimal() for char in side) for side in (*middle, *([] if is_name(first) else [first])))
+    if not middle and _number(first) and has_digits and is_computation(last) and not _number(last):  # 18 = 9 * 2
+        return Answer(_number(first), text)
     if not has_digits or not (is_name(first) or is_computation(first)) or not all(map(is_computation, middle)):
         return None
     right = _read(without_about(last), depth + 1)

@@ -17,7 +17,9 @@ _GROUPS = {"hundred": 100, "dozen": 12}
 _PARTS = {word: value for value, word in enumerate(
     ["half", "third", "quarter", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"], 2
 )} | {"fourth": 4, "hundredth": 100, "thousandth": 1000}  # fmt: skip
-_LETTERS = {"k": 10**3, "K": 10**3, "M": 10**6, "mn": 10**6, "mln": 10**6, "B": 10**9, "bn": 10**9, "T": 10**12}
+_LETTERS = {"k": 10**3, "K": 10**3, "M": 10**6, "MM": 10**6, "mn": 10**6, "mln": 10**6, "mil": 10**6, "B": 10**9}
+_LETTERS |= {"bn": 10**9, "T": 10**12}
+_DECIMAL_PLACES = {"tenth": 10, "hundredth": 100, "thousandth": 1000}
 
 _SMALL_WORD = "|".join(sorted(_SMALL, key=len, reverse=True))
 _SCALE_WORD = "|".join([*_LARGE, *_GROUPS])
@@ -28,7 +30,8 @@ _WORDS = re.compile(
 _AND_A_HALF = re.compile(rf"\b({_SMALL_WORD}|\d{{1,9}}) ([a-z]+) and a half\b", re.IGNORECASE)  # one hour and a half
 _NUMBER = r"(?<![\w.,])\d{1,20}(?:,\d{3}){0,6}(?:\.\d{1,20})?"
 _SCALED = re.compile(rf"({_NUMBER})[ -]?({_SCALE_WORD})s?\b(?:[ -]({_SCALE_WORD})s?\b)?", re.IGNORECASE)
-_LETTERED = re.compile(rf"({_NUMBER})(?: ?(k)|(K|M|B|T|mn|mln| ?bn))(?=$|[\s,;!?)]|\.(?:\s|$))")
+_LETTERED = re.compile(rf"({_NUMBER})(?: ?(k|mn|mln|mil|bn)|(K|MM?|B|T))(?=$|[\s,;!?)]|\.(?:\s|$))")
+_PLACES = re.compile(rf"({_NUMBER}) (tenth|hundredth|thousandth)s\b", re.IGNORECASE)
 _PART_WORD = "halves|" + "|".join(rf"{word}s?" for word in _PARTS)
 _FRACTION = re.compile(
     rf"(?<![\w.-])(?:(\d+|{_SMALL_WORD})[ -]and[ -])?({_SMALL_WORD}|an?)[ -]({_PART_WORD})\b|^half$", re.IGNORECASE
@@ -73,6 +76,8 @@ def to_digits(text: str, *, everywhere: bool) -> str:
     text = _SCALED.sub(_as_scaled, _WORDS.sub(rewrite, text))
     if not re.search(r"[+*^\\=]", text):  # 18k is a product there
         text = _LETTERED.sub(lambda m: _times(m[1], _LETTERS[(m[2] or m[3]).strip()]), text)
+    text = _PLACES.sub(lambda m: _times(m[1], Fraction(1, _DECIMAL_PLACES[m[2].lower()])), text)
+    text = re.sub(r"(?<=\d) ?(?:‰|per (?:thousand|mill?e?)\b)", "e-3", text)
     text = re.sub(r"(?<=\d)(?: ?-?per ?cent\b| pct\b)", "%", text, flags=re.IGNORECASE)
     return re.sub(r"(?<![\w)}] )(?<![\w)}])\b(?:minus|negative) (?=[\d.$])", "-", text, flags=re.IGNORECASE)
 
@@ -90,9 +95,9 @@ def _value(words: list[str]) -> int:
     return total + current
 
 
-def _times(number: str, factor: int) -> str:
+def _times(number: str, factor: int | Fraction) -> str:
     value = Fraction(number.replace(",", "")) * factor
-    return str(value) if value.denominator == 1 else f"{float(value):f}".rstrip("0")
+    return str(value)
 
 
 def _as_scaled(match: re.Match) -> str:

@@ -5,7 +5,8 @@ Run:   python scripts/dev/grade_answers.py
 
 A pair is {"completion", "gold", "right": 0 or 1, "kind"}. "paid" counts wrong answers that are paid, "missed"
 right answers that are not; a pair without a score counts as not paid. Math-Verify runs `verify(parse(gold),
-parse(completion))` with its default settings.
+parse(completion))` with its default settings. Its LaTeX is between dollar signs, so a text in which it finds
+nothing is parsed again with dollar signs around it.
 """
 
 import argparse
@@ -37,7 +38,10 @@ def math_verify_alone(pairs: list[dict]) -> list[float]:
     """Scores of Math-Verify with its default settings."""
     from math_verify import parse, verify  # an optional package
 
-    return [float(verify(parse(p["gold"]), parse(p["completion"]))) for p in pairs]
+    def read(text: str) -> list:
+        return parse(text) or parse(f"${text}$")
+
+    return [float(verify(read(p["gold"]), read(p["completion"]))) for p in pairs]
 
 
 def table(pairs: list[dict], scores: dict[str, list[float]]) -> str:

@@ -45,7 +45,8 @@ _TEXT_FONT = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt|normal|up)?|mathrm|mbox|hbox|emph|underline|operatorname"
     r"|textcolor ?\{[^{}]{0,20}\}|color ?\{[^{}]{0,20}\})\{([^{}]*)\}"
 )
-_MATH_FONT = re.compile(r"\\(?:math(?:bf|it|sf|tt|normal)|boldsymbol|bm|pmb|ensuremath) ?\{([^{}]*)\}")
+_BRACED = r"[^{}]*(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}[^{}]*)*"  # a text with braces in braces
+_MATH_FONT = re.compile(rf"\\(?:math(?:bf|it|sf|tt|normal)|boldsymbol|bm|pmb|ensuremath) ?\{{({_BRACED})\}}")
 _MATH = re.compile(r"(?<!\\)\$([^$\n]{1,300})(?<!\\)\$")
 _STRAY_DOLLAR = re.compile(r"(?<!\\)\$(?! ?[-+]?[\d.])")
 _LETTER_UNITS = tuple("msghtL")

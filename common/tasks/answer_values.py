@@ -216,7 +216,7 @@ def _items(text: str, depth: int) -> Items | None:
 
 def _as_items(opening: str, texts: list[str], closing: str, depth: int, alternatives: bool = False) -> Items | None:
     elements = [_read(without_about(clean(text)), depth + 1) for text in texts]
-    has_article = any(re.match("(?:the|an?) ", text.strip(), re.IGNORECASE) for text in texts)
+    has_article = any(re.match("(?:the|an?) [a-z]", text.strip(), re.IGNORECASE) for text in texts)
     if None in elements or has_article or len({isinstance(element.value, Word) for element in elements}) > 1:
         return None
     opening, closing = {"{": "", "]": "("}.get(opening, opening), {"}": "", "[": ")"}.get(closing, closing)

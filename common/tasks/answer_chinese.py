@@ -1,10 +1,11 @@
-"""Chinese numerals and forms as ASCII: three fifths, ten thousands, percentages, dates, comparisons.
+"""Chinese numerals and forms as ASCII.
 
-三分之二 is 2/3, 百分之五十 is 50%, 二又三分之一 is 2 1/3, 负三 is -3, 1.2万 is 12000, 三点五 is 3.5, 八成 is
-80%, 2024年1月5日 is 2024-1-5, 下午3点半 is 15:30 and 3比5 is 3:5.
+三分之二 is 2/3, 百分之五十 is 50%, 二又三分之一 is 2 1/3, 负三 is -3, 1.2万 is 12000, 三点五 is 3.5, 八成
+is 80%, 2024年1月5日 is 2024-1-5, 下午3点半 is 15:30 and 3比5 is 3:5.
 
-A single 一 or 三 is often no number (一起, 三角形), so in running text a numeral counts if it has several
-characters or stands where a result stands: after 是, 有, 剩 or the like, before a measure word or the end.
+A single 一 or 三 is often no number (一起, 三角形), so in running text a numeral counts if it has
+several characters or stands where a result stands: after 是, 有, 剩 or the like, and before a
+measure word or the end.
 """
 
 import re

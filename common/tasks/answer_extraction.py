@@ -1,21 +1,22 @@
 r"""Finds the answer of a completion: where it stands, and which text it is.
 
 The first rule that applies decides:
-  1. Only the text after the last thought counts; a thought that is not closed means no answer.
+  1. Only the text after the last thought counts; a thought that is not closed has no answer.
   2. Inside the last <answer>...</answer>, rules 3 to 6 apply.
   3. The last balanced \boxed{...} or \fbox{...}.
   4. After the last ####, on the same line.
-  5. The last stated answer: "the answer is 18", "Answer: B", "B is correct", 答案是, 答：, 故选B, unless the
-     text corrects itself after it ("wait", 不对).
-  6. What the last sentence says after "is", "=", ":", 是 or 为, if that is one value; else the last number
-     that is claimed (answer_prose.py).
-An empty or unclosed marker means no answer; later rules are not tried. The last marker counts, not the
-first: a policy may correct itself, and must not be paid for the best of several guesses. So a base model
-that goes on with another question after its answer is graded by its last one: give the sampler stop
-strings such as "\nQ:".
+  5. The last stated answer: "the answer is 18", "Answer: B", "B is correct", 答案是, 答：, 故选B,
+     unless the text corrects itself after it ("wait", 不对) or goes on to compute.
+  6. What the last sentence says after "is", ":", 是 or 为, if that is one value; else the last
+     number that is claimed (answer_prose.py). One line without prose is the answer as a whole.
+An empty or unclosed marker means no answer; later rules are not tried.
 
-In the text of rules 2, 4 and 5 that is not one value, the first clause with a number decides: "4 each, so
-that 3 children get all" is 4.
+The last marker counts, not the first: a policy may correct itself, and must not be paid for the
+best of several guesses. So a base model that goes on with another question after its answer is
+graded by its last one: give the sampler stop strings such as "\nQ:".
+
+If the text of rules 2, 4 and 5 is not one value, its first clause with a number decides: "4 each,
+so that 3 children get all" is 4.
 """
 
 import re
@@ -77,7 +78,7 @@ def extract_answer(text: str) -> str | None:
 
 
 def extract_answers(text: str) -> list[str]:
-    """Final answer of a completion, then words that answer it if the gold answer is a word or a choice.
+    """Final answer of a completion, then words that answer a gold answer in words or letters.
 
     Returns:
         Texts in the normal form of `clean`; empty without an answer.
@@ -131,7 +132,7 @@ def _stated(text: str) -> str | None:
 
 
 def _decided(text: str) -> str | None:
-    """The answer in a text that stands where an answer should: all of it, its first letter, or its first number."""
+    """The answer in a text that stands where an answer should: all of it, or what it begins with."""
     whole = clean(text)
     if not whole or read(whole):
         return whole or None

@@ -1,8 +1,8 @@
-r"""Dates, times, ratios and ranges: digits that are a name, not a number.
+"""Dates, times, ratios and ranges: digits that are a name, not a number.
 
-Math-Verify would subtract or divide them: 2024-01-05, 7:30, 3:5, 18-20. They are compared as written,
-but for leading zeros and these forms: January 5, 2024 and 2024年1月5日 are 2024-1-5, 7:30 pm is 19:30, "18
-to 20" and "between 18 and 20" are 18-20.
+Math-Verify would subtract or divide them: 2024-01-05, 7:30, 3:5, 18-20. They are compared as
+written, but for leading zeros and these forms: January 5, 2024 is 2024-1-5, 7:30 pm is 19:30, "18
+to 20" and "between 18 and 20" are 18~20.
 """
 
 import re
@@ -31,7 +31,7 @@ LABEL = re.compile("|".join(re.sub(r"\((?!\?)", "(?:", form) for _, form in _FOR
 
 
 def normal_label(text: str) -> str | None:
-    """Normal form of a text that is a date, time, ratio or range with nothing but a unit after it; else None."""
+    """Normal form of a date, time, ratio or range; None for any other text."""
     if len(text) > _MAX_LENGTH:
         return None
     for kind, form in _FORMS:

@@ -41,7 +41,7 @@ _MAX_NUMBER_LENGTH = 1000  # characters; int() refuses long texts, so a longer n
 
 
 def find_numbers(text: str) -> tuple[str, list[re.Match]]:
-    r"""Text with \frac{1}{2} as 1/2, 2 \times 10^3 as 2e3, 0.\overline{3} as 3/9; and its numbers."""
+    r"""Text with \frac{1}{2} as 1/2, 2 \times 10^3 as 2e3, 0.\bar{3} as 3/9; and its numbers."""
     text = _LATEX_FRACTION.sub(lambda m: f"{m[1] or ''} {m[2] or m[3]}/{m[4] or m[5]} ".lstrip(), clean(text))
     text = _REPEATING.sub(_as_ratio, _SCIENTIFIC.sub(lambda m: f"{m[1]}e{m[2] or m[3]}", text))
     text = " ".join(text.split())

@@ -1,4 +1,4 @@
-"""Phrases around an answer: lead-ins, "about", negations, "or" and "and", verdicts, comparisons in words."""
+"""Phrases around an answer: lead-ins, "about", negations, "or", "and", verdicts, comparisons."""
 
 import re
 

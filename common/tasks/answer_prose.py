@@ -2,8 +2,8 @@ r"""Finds the answer in sentences: the last number that is claimed, with its uni
 
 A number is no claim if it is
   - negated: "not 18", "18 is wrong", 不是18; the number before it in the sentence counts instead;
-  - a part of an expression, a list in brackets or an equation for anything but a name: 10^3, x/2, 5 + 3,
-    (3, 4), x^2 = 18, "16 plus 2", "half of 36";
+  - a part of an expression, of a list in brackets, or of an equation for anything but a name:
+    10^3, x/2, 5 + 3, (3, 4), x^2 = 18, "16 plus 2", "half of 36";
   - a bound: "at least 18", "18 or more", x > 18, 18以上.
 If the last number is one of these kinds (other than negated), the sentence claims nothing.
 "18 or 19" and "18 and 19" claim a list, "18 to 20" a range.
@@ -106,13 +106,13 @@ def last_claim(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """Last number that a text claims, without its unit, as `plain_number` writes it; `a/b` and `%` are kept."""
+    """Last number that a text claims, without its unit; `a/b` and `%` are kept."""
     numbers = find_numbers(last_claim(text) or "")[1]
     return plain_number(numbers[0]) if len(numbers) == 1 else None
 
 
 def first_claim(text: str) -> str | None:
-    """The claim of the first clause with a number, for "4 each, so that 3 children get all"; None if it has several."""
+    """The claim of the first clause with a number; None if it has several numbers."""
     if _OTHER_GUESS.search(text):
         return None
     for clause in re.split(r"[,;:](?!\d)|\.(?=\s)|\n| \(", text[:2000]):

@@ -2,7 +2,7 @@ r"""Normal form of an answer's text: characters, LaTeX markup, markdown and quot
 
 Full-width forms, one-character fractions, superscripts, signs of mathematics, Arabic
 separators and no-break spaces are read like their ASCII or LaTeX forms. Fonts, sizes and spacing of
-LaTeX are dropped. A currency sign moves behind its number, where units stand: $18 becomes 18 dollars.
+LaTeX are dropped. A currency sign moves behind its number: $18 becomes 18 dollars.
 """
 
 import re
@@ -63,7 +63,7 @@ PROSE = re.compile(
 
 
 def clean(text: str) -> str:
-    r"""Normal form: no math delimiters, fonts or markup; `\dfrac` as `\frac`, thin spaces as spaces."""
+    r"""Normal form: no math delimiters, fonts or markup; `\dfrac` as `\frac`."""
     text = _THOUSANDS_SPACE.sub("", ascii_signs(text)).replace("{,}", ",")
     if "\\" in text or "~" in text:
         text = _NOTHING.sub("", _SPACING.sub(" ", text))

@@ -1,8 +1,8 @@
-"""Units after and before a number: what they measure, and whether two of them agree.
+"""Units after a number: what they measure, and whether two of them agree.
 
-Units of the table are converted: 0.18 m is 18 cm, 1800 cents are $18, 2 hours 30 minutes are 2.5 hours.
-Products, quotients and powers of them are units too: km/h, 千米/时, miles per hour, sq ft, 平方厘米. Any other
-words are what is counted: "18 red apples" agrees with "18 apples", and not with "18 oranges".
+Units of the table are converted: 0.18 m is 18 cm, 1800 cents are $18. Products, quotients and
+powers of them are units too: km/h, 千米/时, miles per hour, sq ft, 平方厘米. Any other words are
+what is counted: "18 red apples" agrees with "18 apples", and not with "18 oranges".
 """
 
 import re

@@ -1,7 +1,7 @@
-r"""Reads the text of an answer as a value: number with unit, choice, list, label, word or formula.
+r"""Reads an answer as a value: number with unit, choice, list, label, word or formula.
 
-What is none of these is prose and no value. A text that is negated ("not 18") is none either, and a text
-that gives alternatives ("18 or 19") is a list, so it never equals one of them.
+What is none of these is prose and no value, and so is a negated text ("not 18"). A text that gives
+alternatives ("18 or 19") is a list, so it never equals one of them.
 """
 
 import re
@@ -138,7 +138,7 @@ def _read(text: str, depth: int) -> Answer | None:
     if choice := _choice(text):
         return Answer(choice, text)
     if letter := _LETTER_FIRST.fullmatch(text):
-        rest = read(letter[2]) if depth < 2 else None
+        rest = _read(without_lead_in(clean(letter[2])), depth + 1) if depth < 2 else None
         return rest._replace(letter=letter[1]) if rest else Answer(Choice(frozenset(letter[1])), text)
     if "\\pm" in text and text.count("\\pm") == 1 and depth < 3:
         signs = [re.sub(r"\\pm ?", sign, text) for sign in "+-"]
@@ -249,7 +249,7 @@ def is_name(text: str) -> bool:
 
 
 def is_computation(text: str, *, has_unit: bool = False) -> bool:
-    """Whether a left side holds numbers, words and units only: "3 + 4 apples", but not "x + 4" or "2y".
+    """Whether a left side has no variables: "3 + 4 apples", but not "x + 4" or "2y".
 
     Args:
         text: the left side.

@@ -1,4 +1,4 @@
-"""English number words as digits: seventy-two, two thirds, 18 million, minus 18, 60 percent, half a dozen.
+"""English number words as digits: seventy-two, two thirds, 18 million, minus 18, 60 percent.
 
 In running text a number word counts if it has several parts ("twenty five") or follows a verb such
 as "is" or "has": in "18 apples for the two of them" only 18 does.

@@ -1,19 +1,20 @@
-r"""Compares the answer of a completion with the gold answer; docs/grader.md has the grammar and examples.
+"""Compares the answer of a completion with the gold answer; docs/grader.md has the grammar.
 
 Start here: `answers_match`, and `batch_matches` for whole batches. The parts, in reading order:
-  answer_extraction.py      where the answer of a completion stands
-  answer_prose.py           what a sentence claims: negations, bounds, alternatives
-  answer_values.py          a text as a value: number with unit, choice, list, label, word or formula
-  answer_text.py, answer_numbers.py, answer_units.py, answer_labels.py, answer_words.py, answer_chinese.py
-  math_verify_process.py    formulas, compared by Math-Verify in processes of its own
+  answer_extraction.py    where the answer of a completion stands
+  answer_prose.py         what a sentence claims: negations, bounds, alternatives
+  answer_values.py        an answer as a value: number with unit, choice, list, label, word, formula
+  answer_text.py, answer_phrases.py, answer_numbers.py, answer_units.py, answer_labels.py,
+  answer_words.py, answer_chinese.py    characters, phrases, numbers, and what belongs to them
+  math_verify_process.py, math_verify_server.py    comparing formulas
 
 Both answers are read by the same rules. They are equal if they are
-  - the same exact number (1,234 = 1234.00, 1/2 = 0.5, 60% = 0.6 but not 60, 18 million is not 18), in units
-    that agree: 18 cm is 0.18 m and not 18 m; without a unit a number equals one with any;
+  - the same exact number, in units that agree: 1,234 = 1234.00, 1/2 = 0.5, 60% = 0.6 but not 60, 18
+    million is not 18, 18 cm is 0.18 m and not 18 m; without a unit a number equals one with any;
   - lists with the same brackets and equal elements, in order for (...) and [...];
   - the same date, time, ratio or range; the same word or verdict; the same letters of a choice;
-  - equal mathematics, if the gold answer is a formula. Only a number answers a number: "95 + 65" does not
-    answer 160, or a policy would learn to repeat the question.
+  - equal mathematics, if the gold answer is a formula. Only a number answers a number: "95 + 65"
+    does not answer 160, or a policy would learn to repeat the question.
 "18 or 19", "not 18", "at least 18" and "x^2 = 18" do not answer 18.
 """
 
@@ -38,7 +39,8 @@ def answers_match(completion: str, answer: str, *, limit: float = 5.0) -> float:
 
     Args:
         completion: text of the model.
-        answer: gold answer: a bare value, or a worked solution that marks it with ####, a box or <answer>.
+        answer: gold answer: a bare value, or a worked solution that marks it with ####, a box or
+            <answer>.
         limit: seconds for Math-Verify; an answer that needs longer, or more memory or recursion
             than the process allows, is wrong.
 
@@ -102,7 +104,7 @@ def batch_matches(completions: Sequence[str], golds: Sequence[Sequence[str]], *,
 
 
 def ungradable(golds: Sequence[str], seconds: float = 5.0) -> list[int]:
-    """Rows whose gold answer `math_match` cannot grade: empty, prose, or mathematics that cannot be parsed.
+    """Rows whose gold answer `math_match` cannot grade: empty, prose, or not parsable.
 
     Args:
         golds: gold answers, as in `answers_match`.
@@ -138,7 +140,7 @@ def numbers_match(completion: str, answer: str) -> float:
 
 
 def normal_answer(completion: str) -> str | None:
-    """Canonical answer of a completion, for counting: "49", "x = 49.0" and "It is 49 cm" are all 49.
+    """Canonical answer of a completion, for counting: "49", "x = 49.0" and "It is 49 cm" are 49.
 
     Returns:
         A number as an exact integer or fraction without its unit, any other answer as
@@ -215,7 +217,7 @@ def _any_equal(found: tuple[Answer, ...], gold: Answer, ask: Ask) -> bool:
 
 
 def _are_equal(found: Answer, gold: Answer, ask: Ask) -> bool:
-    """Whether two answers are equal; asks every question that may matter, whatever the answers are."""
+    """Whether two answers are equal; asks every question that may matter."""
     if (found.letter and gold.letter and found.letter != gold.letter) or (
         found.name and gold.name and found.name != gold.name
     ):

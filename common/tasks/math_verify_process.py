@@ -21,7 +21,7 @@ _GRACE = 30.0  # seconds after which a server that does not reply is dead
 
 
 class Grader:
-    """A server of Math-Verify with its workers, started by the first question, and again after it has ended."""
+    """A Math-Verify server, started by the first question, and again after it has ended."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -1,9 +1,9 @@
 """Math-Verify as a server: compares many pairs in parallel and in bounded time (POSIX).
 
-math_verify_process.py runs this file as a program of its own. It reads JSON lines [[[gold, found], ...],
-seconds, workers] and replies with a list of true, false, "cut" (its time ran out), "died" or null (its
-turn did not come). Each worker is a fork that the kernel ends in the middle of any computation; another
-one takes its place within milliseconds, because the imports are done.
+math_verify_process.py runs this file as a program of its own. It reads JSON lines [[[gold, found],
+...], seconds, workers] and replies with a list of true, false, "cut" (its time ran out), "died" or
+null (its turn did not come). Each worker is a fork that the kernel ends in the middle of any
+computation; another one takes its place within milliseconds, because the imports are done.
 """
 
 # ruff: noqa: E402
@@ -38,7 +38,7 @@ WARM_UP = (
 
 @functools.lru_cache(maxsize=512)
 def expression(text: str) -> list:
-    """What Math-Verify reads in a formula, all of it or nothing; a part of it could earn a reward."""
+    """What Math-Verify reads in a formula, all of it: a part of it could earn a reward."""
     options = {"fallback_mode": "no_fallback", "extraction_mode": "first_match", "parsing_timeout": None}
     return parse(f"${text}$", [LatexExtractionConfig()], **options)
 
@@ -57,7 +57,7 @@ def is_right(gold: str, found: str | None) -> bool:
 
 
 def have_equal_values(left: object, right: object) -> bool | None:
-    """Whether two expressions or relations are equal at two points, to 100 digits; None if they have no values."""
+    """Whether expressions or relations are equal at two points, to 100 digits; None without values."""
     if isinstance(left, Relational) and isinstance(right, Relational):
         return are_multiples(left, right)
     if not (isinstance(left, sympy.Expr) and isinstance(right, sympy.Expr)) or left.is_Symbol or right.is_Symbol:
@@ -104,7 +104,7 @@ def points(left: sympy.Expr, right: sympy.Expr, names: list) -> list[dict]:
 
 
 def has_equal_ends(left: object, right: object) -> bool:
-    """False if ends of intervals that Math-Verify calls equal differ: it rounds to 6 places, and 2^-98 to 0."""
+    """False if ends that Math-Verify calls equal differ: it rounds 2^-98 to 0."""
     sides = [
         side.rhs if isinstance(side, sympy.Eq) and isinstance(side.rhs, sympy.Set) else side for side in (left, right)
     ]

@@ -40,7 +40,7 @@ _FP32_MAX = torch.finfo(torch.float32).max
 
 
 def math_match(completions: list[str], answers: list[str], **columns: list) -> list[float]:
-    """1 if the answer of a completion matches the gold answer, else 0; NaN for a gold answer that cannot be graded.
+    """1 if the answer of a completion matches the gold answer, else 0; NaN if that cannot be graded.
 
     Args:
         completions: B texts.
@@ -65,7 +65,7 @@ def math_match(completions: list[str], answers: list[str], **columns: list) -> l
 
 
 def numeric_match(completions: list[str], answers: list[str], **columns: list) -> list[float]:
-    """1 if both answers are the same exact number, else 0; NaN for a gold answer that is not a number."""
+    """1 if both answers are the same exact number, else 0; NaN if the gold answer is no number."""
     return [numbers_match(completion, answer) for completion, answer in zip(completions, answers, strict=True)]
 
 

@@ -1,12 +1,12 @@
-"""Grades judged pairs with our grader and with Math-Verify alone, and prints both error rates by kind.
+"""Grades judged pairs with our grader and with Math-Verify alone; prints error rates by kind.
 
 Run:   python scripts/dev/grade_answers.py
        python scripts/dev/grade_answers.py my_pairs.jsonl --failures
 
-A pair is {"completion", "gold", "right": 0 or 1, "kind"}. "paid" counts wrong answers that are paid, "missed"
-right answers that are not; a pair without a score counts as not paid. Math-Verify runs `verify(parse(gold),
-parse(completion))` with its default settings. Its LaTeX is between dollar signs, so a text in which it finds
-nothing is parsed again with dollar signs around it.
+A pair is {"completion", "gold", "right": 0 or 1, "kind"}. "paid" counts wrong answers that are paid,
+"missed" right answers that are not; a pair without a score counts as not paid. Math-Verify runs
+`verify(parse(gold), parse(completion))` with its default settings. Its LaTeX is between dollar signs,
+so a text in which it finds nothing is parsed again with dollar signs around it.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def math_verify_alone(pairs: list[dict]) -> list[float]:
 
 
 def table(pairs: list[dict], scores: dict[str, list[float]]) -> str:
-    """Markdown table of errors by kind, for each grader "paid / wrong pairs" and "missed / right pairs"."""
+    """Markdown table of errors by kind: "paid / wrong pairs" and "missed / right pairs"."""
     rows = defaultdict(list)
     for i, pair in enumerate(pairs):
         rows[pair["kind"]].append(i)

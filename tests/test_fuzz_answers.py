@@ -77,6 +77,10 @@ def test_a_number_is_right_however_it_is_written_and_no_other_is(number, other, 
 SIZE = 50_000
 REPEATED = [
     "{", "(", "\\", "\\boxed ", "-1", ", and ", "1,", "9,999", "1/2/3/4/", "1 1/", "1\xbd", "1~", "1e", "a ", "x=",
+    "三", "1万", "一点", "one ", "twenty-", "$1", "1:", "not 1 ", "is ", "answer is ", "1 to ", "1 or ", "x = 1, ",
+    "选", "1 cm^", "\\bm{", "\\bm{{a}", "\\bm{{{a}", "\\bm{{a}}", "1 and ", "(1, 2) ", "January 1 ", "1. ", "百分之",
+    "maybe ", "=", "A)", "B. ", "so ", "=1", "1=", "18 m ", "not ", "x\\in ", "(1,", "1}, {", "或", "x_1=1,", "half a ",
+    "1\\pm", "\\cup ",
     "1 \\text{", "1 \\frac{1}{1", "\u200f", "\xb2", "\u221a", "1\\ ", "1x10^", "1.1\\overline{", "1_", "1-", "1 mm",
 ]  # fmt: skip
 
@@ -85,6 +89,7 @@ def test_long_texts_are_read_in_linear_time():
     for piece in REPEATED:
         text = piece * (SIZE // len(piece))
         assert answers_match(text + "x1", "7") == 0
+        assert answers_match(f"\\boxed{{{text[:1900]}}}", "8") == 0  # a text that is read as one value
         assert rewards.format_reward([f"<think>{text}</think>"], ["7"]) == [0.0]
     assert answers_match("1, " * SIZE, "(1, 2)") == answers_match("{" + "1," * SIZE + "}", "(1, 2)") == 0
     assert rewards.last_number(",999" * SIZE + "9") == "9999"  # no separators after all, which shows at the end only

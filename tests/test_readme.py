@@ -24,7 +24,8 @@ from grpo.poster import layout, records, scorers, synthetic, toys, tricks
 pytestmark = pytest.mark.docs
 POSTER = "grpo/poster/README.md"
 PAGES = ["README.md", "CONTRIBUTING.md", "gspo/README.md", "grpo/README.md", POSTER, "gkd/README.md", "docs/speed.md",
-         "docs/gpus.md", "docs/faults.md", "docs/security.md", "docs/claims.md", "docs/prompts.md"]  # fmt: skip
+         "docs/gpus.md", "docs/faults.md", "docs/security.md", "docs/claims.md", "docs/prompts.md", "docs/rewards.md",
+         "docs/grader.md"]  # fmt: skip
 LAUNCH_POSTER = "bash scripts/start_poster_training_with_reward_server.sh"
 NOT_RUN = {
     "bash scripts/test.sh": "runs these tests",

@@ -1,7 +1,6 @@
 """Rewards: answers are read and compared as stated, hostile text cannot stop a run, bad values never pass."""
 
 import concurrent.futures
-import contextlib
 import functools
 import math
 import os
@@ -19,7 +18,7 @@ from bounds import assert_rounded
 from test_teacher_server import wait_for
 
 from common.model import reward_models
-from common.tasks import answer_extraction, answer_numbers, math_verify_process, rewards, scoring
+from common.tasks import answer_numbers, math_verify_process, rewards, scoring
 from common.tasks import answers as answers_module
 from common.tasks.rewards import answers_match, extract_answer, last_boxed, last_number
 
@@ -31,7 +30,7 @@ nan = math.nan
 
 @pytest.fixture
 def no_math_verify(monkeypatch):
-    monkeypatch.setattr(answers_module, "ask_math_verify", lambda *question: pytest.fail(f"asked {question}"))
+    monkeypatch.setattr(answers_module, "evaluate", lambda *questions: pytest.fail(f"asked {questions}"))
 
 
 @pytest.mark.parametrize(("text", "boxed"), [
@@ -45,10 +44,10 @@ def test_last_boxed(text, boxed):
 
 
 @pytest.mark.parametrize(("text", "number"), [
-    ("the grid is 2x3", "3"), ("at 7:30", "30"), ("The answer is 3.14.", "3.14"), ("**42**", "42"), ("42。", "42"),
+    ("the grid is 2x3", None), ("at 7:30", None), ("The answer is 3.14.", "3.14"), ("**42**", "42"), ("42。", "42"),
     ("costs $1,234.00", "1234.00"), ("1,234,567 ants", "1234567"), ("1,234,56", "56"), ("12345,678", "678"),
-    ("The final value is 13.20%.", "13.20%"), (r"up 60\%", "60%"), ("a half is 1/2", "1/2"), ("on 3/4/2020", "2020"),
-    (r"it is $-\dfrac34$.", "-3/4"), ("takes 2 1/2 cups", "2 1/2"), ("it is \N{MINUS SIGN}5", "-5"), ("10-5", "5"),
+    ("The final value is 13.20%.", "13.20%"), (r"up 60\%", "60%"), ("a half is 1/2", "1/2"), ("on 3/4/2020", None),
+    (r"it is $-\dfrac34$.", "-3/4"), ("takes 2 1/2 cups", "2 1/2"), ("it is \N{MINUS SIGN}5", "-5"), ("10-5", None),
     ("a loss of -$5", "-5"), ("about .5 m", ".5"), ("it is 1e5 m", "1e5"), ("48/2 = <<48/2=24>>24", "24"),
     ("=> 42", "42"), ("it is <b>42</b>", "42"), (r"it is $\mathbf{42}$", "42"), ("(40, and then 2, so 42)", "42"),
     (r"42^\circ C", "42"), ("42 cm^2.", "42"), (r"42\text{ m}^{3}", "42"), ("9.8 m/s^2", "9.8"), ("7 m\xb2", "7"),
@@ -80,10 +79,12 @@ def test_to_fraction_is_exact_and_refuses_everything_else(text, value):
     ("<answer><answer>42</answer></answer>", "42"), (r"#### 7, that is \boxed{8}", "8"), (r"4 in \boxed{}", None),
     (r"\boxed{4", None), ("2+40=42\n#### 42\n" + LONG, "42"), ("#### 42\n" + "7" * 480, "42"),
     ("#### 1\n#### 2", "2"), ("#### The answer is 42, not 7", "42"), ("#### x^2 + 1", "x^2 + 1"),
-    ("#### 42个苹果", "42"), ("2 #### ,", None), ("first 5, then 1,234 clips.", "1234"), ("[1, 2)", "[1, 2)"),
+    ("#### 42个苹果", "42个苹果"), ("2 #### ,", None),
+    ("first 5, then 1,234 clips.", "1234 clips"), ("[1, 2)", "[1, 2)"),
     ("3 are left out.\nThe answer is (B).", "B"), ("**Answer:** B", "B"), ("so it is option C", "C"),
     ("\u7b54\u6848\u662fB\u3002", "B"),  # Chinese: the answer is B
-    ("Answer: A total of 42 apples", "42"), ("Answer: B) 42 apples", "42"), ("The answer is True.", "True"),
+    ("Answer: A total of 42 apples", "42 apples"), ("Answer: B) 42 apples", "B) 42 apples"),
+    ("The answer is True.", "True"),
     ("2 + 2 = 4, so the answer is correct", "4"),  # no word answers where there is a number
     ("x = 4", "x = 4"), ("no idea", None),
 ])  # fmt: skip
@@ -100,13 +101,14 @@ def test_extract_answer_follows_the_stated_order(text, answer):
     ("\u2066\u0664\u0662\u2069", "42", 1),  # Arabic digits
     ("1\u066c234\u066b5", "1234.5", 1), (r"\boxed{1~234\ 567}", "1234567", 1), ("12345\xa0678", "12345678", 0),
     ("1 234", "1234", 0), ("1\u3001234", "1234", 0),  # two things in Chinese
-    ("1\u3001234", "1, 234", 1), ("60\uff05", "60%", 1), ("60 percent", "60%", 0),  # only the sign divides by a hundred
-    ("60 percent", "60", 1), (r"\boxed{60\%}", "60%", 1), ("0.6", "60%", 1), ("60", "60%", 0), ("60%", "60", 0),
+    ("1\u3001234", "1, 234", 1), ("60\uff05", "60%", 1), ("60 percent", "60%", 1), ("60 percent", "60", 0),
+    (r"\boxed{60\%}", "60%", 1), ("0.6", "60%", 1), ("60", "60%", 0), ("60%", "60", 0),
     (r"\frac12", "1/2", 1), ("0.5", "1/2", 1), ("-1\xbd", "-3/2", 1), ("1\u20442", "1/2", 1), ("\xbd", "2", 0),
     ("The answer is 10", "1", 0), ("-4", "4", 0), ("ABCD", "A", 0), ("[1,2]", "(1,2)", 0), ("(1, 2]", "(1,2)", 0),
     (r"\left(1, \frac12\right)", "(1, 0.5)", 1), ("(2,1)", "(1,2)", 0), ("(1,2,3)", "(1,2)", 0), ("3, 2", "2, 3", 1),
     ("2, 2", "2, 3", 0), ("2, 3", "3", 0), (r"\boxed{x=2 \text{ or } x=3}", "2, 3", 1), ("2 and 3", "2, 3", 1),
-    (r"\boxed{\{3,2\}}", r"\{2,3\}", 1), ("{3, 2}", "(3, 2)", 0), ("{3}", "3", 0), ("((1,2),3)", "((2,1),3)", 0),
+    (r"\boxed{\{3,2\}}", r"\{2,3\}", 1), ("{3, 2}", "(3, 2)", 0), ("{3}", "3", 1),
+    (r"\{3\}", "3", 0), ("((1,2),3)", "((2,1),3)", 0),
     ("(x, y) = (1, 2)", "(1, 2)", 1), ("(x, y) = (2, 1)", "(1, 2)", 0), ("(1, 2)", "(x, y) = (1, 2)", 1),
     ("S = [1, 2]", "(1, 2)", 0), ("\N{MINUS SIGN}3", "-3", 1), (r"\boxed{x = 42}", "42", 1),
     (r"\boxed{C}", r"\text{(C)}", 1), (r"\boxed{London}", "Paris", 0), (r"\boxed{Yes}", "yes", 1),
@@ -195,26 +197,42 @@ def test_grader_that_dies_leaves_the_row_unscored_and_comes_back(stub_grader, mo
 def test_memory_and_depth_are_limits_like_the_time_and_what_a_parser_prints_is_no_reply(stub_grader, bomb):
     more_than_a_pipe_holds = "print('true\\n' * 200_000); sys.stderr.write('true\\n' * 200_000)"
     grader = stub_grader(f"{more_than_a_pipe_holds}; return [{bomb} if 'bomb' in text else text]")
-    assert [grader.ask("a", found, 5.0) for found in ("a", "bomb", "b", "a")] == [True, False, False, True]
-    assert not grader.ask("bomb", None, 5.0)
+    questions = [("a", "a"), ("a", "bomb"), ("a", "b"), ("bomb", None)]
+    assert list(grader.evaluate(questions, 20.0).values()) == [True, False, False, False]
+
+
+def test_a_batch_takes_bounded_time_and_hostile_pairs_do_not_make_honest_ones_wrong(stub_grader):
+    grader = stub_grader("time.sleep(60 if 'z' in text else 0.001); os._exit(3) if 'die' in text else 0; return [text]")
+    grader.evaluate([("up", "up")], 20.0)
+    hostile = [("x", f"z{i}") for i in range(10)]  # the first round of these takes half a second on two cores
+    honest = [("a", "a"), ("a", "b"), ("c", "c"), ("b", None)]
+    start = time.monotonic()
+    verdicts = grader.evaluate([*hostile, ("z", None), ("a", "die"), *honest], 1.0)
+    assert time.monotonic() - start < 1.0 + 5.0  # the second number is for a busy machine
+    assert [verdicts[pair] for pair in honest] == [True, False, True, True]
+    assert not any(verdicts[pair] for pair in hostile)
+    assert verdicts["a", "die"] is None and verdicts["z", None]  # a gold answer is not blamed for the time
+    asked = mock.Mock(return_value=[True])
+    with mock.patch.object(grader, "ask", asked):  # what is known is not asked again
+        assert grader.evaluate([*hostile, *honest, ("n", "n")], 2.0)["n", "n"]
+    assert asked.call_args.args[0] == [("n", "n")]
 
 
 def test_threads_get_the_answers_to_their_own_questions(stub_grader):
-    grader = stub_grader("time.sleep(0.002); os._exit(3) if 'die' in text else 0; return [text]")
+    grader = stub_grader("time.sleep(0.002); return [text]")
 
     def ask(i):
-        with contextlib.suppress(ChildProcessError):
-            return grader.ask("a", ("a", "b", "a", "b", "die")[i % 5], 5.0)
+        return list(grader.evaluate([(f"{i}", f"{i}"), (f"{i}", "x")], 20.0).values())
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(ask, range(30))) == [True, False, True, False, None] * 6
+        assert list(pool.map(ask, range(20))) == [[True, False]] * 20
 
 
 def test_a_grader_that_cannot_start_stops_the_run(stub_grader):
     grader = stub_grader("return [text]\nraise ImportError('broken')")
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"status 1.*`import math_verify`"):
-            grader.ask("a", "a", 5.0)
+            grader.evaluate([("a", "a")], 5.0)
     with pytest.raises(RuntimeError, match="math_match raised RuntimeError on rows 0 to 0"):
         arguments = {"completions": [r"\boxed{y}"], "answers": ["y - 1 + 1 + 0"]}
         scoring.score([(rewards.math_match, 1.0)], arguments)
@@ -250,7 +268,7 @@ def is_running(pid):
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_grader_ends_with_its_parent_and_does_not_run_the_script_again(tmp_path):
     (tmp_path / "stub").mkdir()
-    parse = "    if 'hang' in text: open('hangs', 'w').close(); time.sleep(600)\n    return [text]\n"
+    parse = "    if 'h' in text: open('hangs', 'w').close(); time.sleep(600)\n    return [text]\n"
     (tmp_path / "stub" / "math_verify.py").write_text(STUB + parse)
     (tmp_path / "math_verify.py").write_text("raise SystemExit('a file of the working folder was imported')")
     (tmp_path / "train.py").write_text(r"""  # no main guard
@@ -261,15 +279,15 @@ open(sys.argv[1], "a").write("started\n")
 from common.tasks import answers, math_verify_process
 assert answers.answers_match(r"\boxed{x+1}", "1+x") == 0
 print(math_verify_process._grader.child.pid, flush=True)
-answers.answers_match(rf"\boxed{{{sys.argv[1]}+x}}", "x+1", limit=5.0)
+answers.answers_match(rf"\boxed{{{sys.argv[1]}+x}}", "x+1", limit=2.0)
 """)
     run = "import runpy, sys; sys.path.pop(0); runpy.run_path('train.py', run_name='__main__')"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "stub"), str(ROOT)])}
     options = dict(cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=environment)
-    runs = {mode: subprocess.Popen([sys.executable, "-c", run, mode], **options) for mode in ("exit", "hang")}
+    runs = {mode: subprocess.Popen([sys.executable, "-c", run, mode], **options) for mode in ("e", "h")}
     graders = [int(run.stdout.readline()) for run in runs.values()]
     wait_for((tmp_path / "hangs").exists, 60)
-    runs["hang"].kill()  # in the middle of an evaluation
+    runs["h"].kill()  # in the middle of an evaluation
     assert [run.wait(timeout=60) for run in runs.values()] == [0, -signal.SIGKILL]
     wait_for(lambda: not any(map(is_running, graders)), 60)
     assert [(tmp_path / mode).read_text() for mode in runs] == ["started\n"] * 2
@@ -320,34 +338,47 @@ def test_unusable_accepted_answers_are_refused(accepted, message):
         rewards.math_match(["14", "14"], ["14", "14"], accepted=[["14"], accepted])
 
 
-def test_a_hostile_completion_costs_one_limit_and_a_dead_grader_is_no_score(monkeypatch):
-    asked = []
-
-    def slow(gold, found, limit):
-        asked.append(found)
-        if found is not None:
-            time.sleep(limit)  # what a computation that is cut off takes
-        return found is None
-
-    monkeypatch.setattr(answers_module, "ask_math_verify", slow)
-    accepted = [f"x + {i}" for i in range(50)]
-    assert answers_module.any_answer_matches(r"\boxed{y + 1}", accepted, limit=0.05) == 0
-    assert asked == [None] * 50 + ["y + 1"]
-    assert answers_module.any_answer_matches(r"\boxed{x + 49}", accepted, limit=0.05) == 1  # the same text
-
-    monkeypatch.setattr(answers_module, "ask_math_verify", mock.Mock(side_effect=ChildProcessError("killed")))
-    assert math.isnan(answers_module.any_answer_matches("3", accepted))
+def test_a_batch_asks_each_pair_once_and_a_dead_grader_is_no_score(monkeypatch):
+    asked = mock.Mock(side_effect=lambda questions, seconds: {q: q[1] in (None, "x+1") for q in questions})
+    monkeypatch.setattr(answers_module, "evaluate", asked)
+    completions = [r"\boxed{x+1}", r"\boxed{y}", r"\boxed{x+1}", "7", r"\boxed{1 + x}"]
+    assert rewards.math_match(completions, ["1 + x", "1 + x", "1 + x", "7", "1 + x"]) == [1, 0, 1, 1, 1]
+    questions, seconds = asked.call_args.args
+    assert asked.call_count == 1 and seconds == 2.0
+    assert questions == [("1 + x", None), ("1 + x", "x+1"), ("1 + x", "y")]  # the same text is not asked
+    monkeypatch.setattr(answers_module, "evaluate", lambda questions, seconds: dict.fromkeys(questions))
+    assert rewards.math_match(completions, ["1 + x"] * 5) == pytest.approx([nan] * 5, nan_ok=True)
+    assert math.isnan(answers_module.any_answer_matches("3", ["x", "y"]))
 
 
 def test_accepted_answers_are_not_read_again_for_every_right_answer(monkeypatch):
     completions = [f"The number is {number}." for number in range(10, 100)] * 2
     accepted = [[str(number) for number in range(10, 100)]] * len(completions)
     rewards.math_match(completions[:1], ["10"], accepted=accepted[:1])
-    texts, clean = [], answers_module.clean
-    for module in (answers_module, answer_extraction, answer_numbers):
-        monkeypatch.setattr(module, "clean", lambda text: texts.append(text) or clean(text))
+    texts, read = [], answers_module.read
+    monkeypatch.setattr(answers_module, "read", lambda text: texts.append(text) or read(text))
     assert rewards.math_match(completions, ["10"] * len(completions), accepted=accepted) == [1.0] * len(completions)
     assert len(texts) < 10 * len(completions)  # 90 right answers each: read anew, they would be 90 times as many
+
+
+def test_golds_that_cannot_be_graded_are_found_before_training(no_math_verify, monkeypatch):
+    golds = [
+        "18",
+        "",
+        "see figure",
+        "18 apples",
+        "80元",
+        "#### see figure",
+        "Paris",
+        "#### 5",
+        "the long way",
+        "(1, 2)",
+    ]
+    assert answers_module.ungradable(golds * 1000) == [
+        row for row in range(10_000) if golds[row % 10] in ("", "see figure", "#### see figure", "the long way")
+    ]
+    monkeypatch.undo()
+    assert answers_module.ungradable(["x + 1", r"\foo{3}", "x + 1", r"(\foo{3}, 1)"]) == [1, 3]
 
 
 @pytest.mark.parametrize(("text", "answer"), [
@@ -363,6 +394,9 @@ def test_normal_answer_has_one_form_for_a_number(text, answer):
     ("<think>x</think><think>y</think><answer>1</answer><answer>2</answer>", 0), ("<think>x</think><answer>1", 0),
     ("<think>x<answer>1</answer></think>", 0), ("well <think>x</think><answer>1</answer>", 0),
     ("<think>x</think> so <answer>1</answer>", 0), ("<think>x</think><answer>1</answer>.", 0),
+    ("<think>\n<think>x</think><answer>1</answer>", 0), ("[THINK]x[/THINK]\n<answer>1</answer>", 1),
+    ("<thinking>x</think><answer>1</answer>", 0), ("<|START_THINKING|>x<|END_THINKING|><answer>1</answer>", 1),
+    ("x</think><answer>1</answer>", 0), ("<think>x</think></answer>1<answer>", 0),
 ])  # fmt: skip
 def test_format_reward(text, expected):
     assert rewards.format_reward([text], ["1"]) == [expected]

@@ -1,42 +1,37 @@
-r"""Compares the answer of a completion with the gold answer.
+"""Compares the answer of a completion with the gold answer; docs/grader.md has the grammar.
 
-Start here: `answers_match`. Extraction is in answer_extraction.py, numbers in answer_numbers.py,
-Math-Verify in math_verify_process.py.
+Start here: `answers_match`, and `batch_matches` for whole batches. The parts, in reading order:
+  answer_extraction.py    where the answer of a completion stands
+  answer_prose.py         what a sentence claims: negations, bounds, alternatives
+  answer_values.py        an answer as a value: number with unit, choice, list, label, word, formula
+  answer_text.py, answer_phrases.py, answer_numbers.py, answer_units.py, answer_labels.py,
+  answer_words.py, answer_chinese.py    characters, phrases, numbers, and what belongs to them
+  math_verify_process.py, math_verify_server.py    comparing formulas
 
-Two answers are equal if they are
-  - the same text, where words may differ in case;
-  - the same exact number: 1,234 = 1234.00, 1/2 = 0.5, 1.5\times10^3 = 1500, 0.\overline{3} = 1/3
-    and 60% = 0.6, but 60% != 60 and 0.33 != 1/3;
-  - lists with the same brackets and equal elements, in order for (...) and [...], in any order for
-    {...} and lists without brackets;
-  - equal mathematics according to Math-Verify, if the gold answer is not a number.
-"x = 4" answers 4 and "(B) 42" answers B; "95 + 65" does not answer 160, or a policy would learn to
-repeat the question. Dates, times, scores and ranges in digits are compared as written. Units are
-ignored: 42 kg answers 42 cm.
+Both answers are read by the same rules. They are equal if they are
+  - the same exact number, in units that agree: 1,234 = 1234.00, 1/2 = 0.5, 60% = 0.6 but not 60, 18
+    million is not 18, 18 cm is 0.18 m and not 18 m; without a unit a number equals one with any;
+  - lists with the same brackets and equal elements, in order for (...) and [...];
+  - the same date, time, ratio or range; the same word or verdict; the same letters of a choice;
+  - equal mathematics, if the gold answer is a formula. Only a number answers a number: "95 + 65"
+    does not answer 160, or a policy would learn to repeat the question.
+"18 or 19", "not 18", "at least 18" and "x^2 = 18" do not answer 18.
 """
 
 import functools
 import math
 import re
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import NamedTuple
 
-from common.tasks.answer_extraction import CHOICES, extract_answer
-from common.tasks.answer_numbers import PROSE, clean, split_commas, to_fraction
-from common.tasks.math_verify_process import ask_math_verify
+from common.tasks.answer_extraction import extract_answer, extract_answers
+from common.tasks.answer_units import same_quantity
+from common.tasks.answer_values import Answer, Choice, Formula, Items, Label, Number, Word, read
+from common.tasks.math_verify_process import Verdicts, evaluate
 
-_UNIT = re.compile(
-    r"(?<=\d)(?: |\\ )*(?:\\(?:text|mathrm)\{[^{}]*\}(?:\^(?:\d|\{ ?\d ?\}))?|\^(?:\\circ|\{ ?\\circ ?\}))$"
-)  # 18\text{ dollars}, 18\text{ m}^2, 18^\circ
-_BRACKETED = re.compile(r"(\(|\[|\\?\{)(.*?)(\)|\]|\\?\})")
-_LEADING_CHOICE = re.compile(r"(?:\\(?:text|textbf|textrm|mathrm|mathbf)\{ ?)?\(?([A-Z])[).:] ?\S")  # (B) 42, or B. 42
-# Digits that Math-Verify would subtract or divide: dates, phone numbers, scores and ranges, times.
-_DIGIT_LABEL = re.compile(
-    r"\d+(?: ?- ?\d+)+|\d+(?:/\d+){2,}|\d{1,2}(?: ?: ?[0-5]\d)+ ?(?:(?:\\text\{ ?)?[aApP]\.?[mM]\.? ?\}?)?"
-)
-_WITH_BASE = re.compile(r"(\d\w*?)_(?:(\d+)|\{ ?(\d+) ?\})")  # 101_2 is not 101_3
+Ask = Callable[[str, str | None], bool]
+_MARKERS = ("<answer>", "####", "\\boxed", "\\fbox")
+_INTERVAL = re.compile(r"[<>]|\\(?:le|ge|in)(?![a-zA-Z])")
 
 
 def answers_match(completion: str, answer: str, *, limit: float = 5.0) -> float:
@@ -44,23 +39,17 @@ def answers_match(completion: str, answer: str, *, limit: float = 5.0) -> float:
 
     Args:
         completion: text of the model.
-        answer: gold answer: a bare value, or a worked solution that marks it with ####, a box or <answer>.
-        limit: seconds for one evaluation by Math-Verify; an answer that needs longer, or more
-            memory or recursion than the process allows, is wrong.
+        answer: gold answer: a bare value, or a worked solution that marks it with ####, a box or
+            <answer>.
+        limit: seconds for Math-Verify; an answer that needs longer, or more memory or recursion
+            than the process allows, is wrong.
 
     Returns:
         1.0 or 0.0. NaN for every completion if the gold answer is prose or cannot be parsed, and
         NaN if the Math-Verify process died of anything but its time limit. For gold answers in
-        words use `exact_match`.
+        several words use `exact_match`.
     """
-    gold = _gold(answer)
-    try:
-        if gold is None or not _is_gradable(gold, limit):
-            return math.nan
-        found = extract_answer(completion)
-        return float(found is not None and _are_equal(found, gold, limit))
-    except ChildProcessError:
-        return math.nan
+    return batch_matches([completion], [[answer]], seconds=limit)[0]
 
 
 def any_answer_matches(completion: str, accepted: Sequence[str | int | float], *, limit: float = 5.0) -> float:
@@ -69,8 +58,7 @@ def any_answer_matches(completion: str, accepted: Sequence[str | int | float], *
     Args:
         completion: text of the model.
         accepted: the right answers, at least one; texts are gold answers as in `answers_match`.
-        limit: as in `answers_match`. After the first evaluation that needs longer no other right
-            answer is tried, or a hostile completion would cost the limit once per right answer.
+        limit: seconds for Math-Verify, for all right answers together.
 
     Returns:
         1.0 if the completion's answer equals one of them by the rules of `answers_match`, else 0.0.
@@ -82,27 +70,56 @@ def any_answer_matches(completion: str, accepted: Sequence[str | int | float], *
         ValueError: `accepted` is not a list, is empty, or holds anything but texts and finite
             numbers.
     """
-    texts = _accepted_texts(accepted)
-    numbers = [_gold_number(text) for text in texts]
-    others = [_gold(text) for text, number in zip(texts, numbers, strict=True) if number is None]
-    try:
-        if not all(gold is not None and _is_gradable(gold, limit) for gold in others):
-            return math.nan
-        found = extract_answer(completion)
-        if found is None:
-            return 0.0
-        number = _number_in(found)
-        if found in others or (number is not None and number in numbers):
-            return 1.0
-        for gold in others:
-            start = time.monotonic()
-            if _are_equal(found, gold, limit):
-                return 1.0
-            if time.monotonic() - start >= limit:
-                break
-        return 0.0
-    except ChildProcessError:
-        return math.nan
+    return batch_matches([completion], [accepted_texts(accepted)], seconds=limit)[0]
+
+
+def batch_matches(completions: Sequence[str], golds: Sequence[Sequence[str]], *, seconds: float = 2.0) -> list[float]:
+    """Compare the answers of a batch with their gold answers, in bounded time.
+
+    All formulas of the batch are compared by Math-Verify together, each distinct pair once, in
+    parallel (`math_verify_process.evaluate` says what hostile formulas can and cannot do).
+
+    Args:
+        completions: B texts.
+        golds: B lists of right answers, of which one has to match.
+        seconds: for Math-Verify, for the whole batch; its start is not counted.
+
+    Returns:
+        B values as in `any_answer_matches`; what is not decided in time is 0.0.
+    """
+    questions: dict[tuple[str, str | None], None] = {}
+    rows = [
+        (_found(completion), [_gold(answer) for answer in row])
+        for completion, row in zip(completions, golds, strict=True)
+    ]
+
+    def collect(gold: str, found: str | None) -> bool:
+        questions[gold, found] = None
+        return False
+
+    for found, right in rows:
+        _score(found, right, collect)
+    verdicts = evaluate(list(questions), seconds) if questions else {}
+    return [_verdict(found, right, verdicts) for found, right in rows]
+
+
+def ungradable(golds: Sequence[str], seconds: float = 5.0) -> list[int]:
+    """Rows whose gold answer `math_match` cannot grade: empty, prose, or not parsable.
+
+    Args:
+        golds: gold answers, as in `answers_match`.
+        seconds: for Math-Verify, for all rows together; only formulas need it.
+
+    Returns:
+        Row numbers, ascending. A formula that is not parsed in time counts as gradable.
+    """
+    read_golds = [_gold(gold) for gold in golds]
+    formulas = {(text, None): None for gold in read_golds if gold for text in _formulas(gold)}
+    verdicts = evaluate(list(formulas), seconds) if formulas else {}
+    return [
+        row for row, gold in enumerate(read_golds)
+        if gold is None or not all(verdicts.get((text, None), True) is not False for text in _formulas(gold))
+    ]  # fmt: skip
 
 
 def numbers_match(completion: str, answer: str) -> float:
@@ -113,26 +130,30 @@ def numbers_match(completion: str, answer: str) -> float:
         answer: gold answer, as in `answers_match`.
 
     Returns:
-        1.0 if both are the same exact number, else 0.0; NaN for a gold answer that is not a number.
+        1.0 if both are the same exact number in units that agree, else 0.0; NaN for a gold answer
+        that is not a number.
     """
-    gold = _gold_number(answer)
-    return math.nan if gold is None else float(to_fraction(_right_side(extract_answer(completion) or "")) == gold)
+    gold = _gold(answer)
+    if gold is None or not isinstance(gold.value, Number):
+        return math.nan
+    return float(_any_equal(_found(completion), gold, lambda gold, found: False))
 
 
 def normal_answer(completion: str) -> str | None:
-    """Canonical answer of a completion, for counting: "49", "x = 49.0" and "It is 49" are all 49.
+    """Canonical answer of a completion, for counting: "49", "x = 49.0" and "It is 49 cm" are 49.
 
     Returns:
-        A number as an exact integer or fraction, any other answer as `extract_answer` reads it;
-        None without one. Only numbers have one form: equal expressions that are written differently
-        count as different answers.
+        A number as an exact integer or fraction without its unit, any other answer as
+        `extract_answer` reads it; None without one. Only numbers have one form: equal expressions
+        that are written differently count as different answers.
     """
     found = extract_answer(completion)
-    number = None if found is None else _number_in(found)
-    return found if number is None else str(number)
+    answer = None if found is None else read(found)
+    return str(answer.value.value) if answer and isinstance(answer.value, Number) else found
 
 
-def _accepted_texts(accepted: Sequence[str | int | float]) -> list[str]:
+def accepted_texts(accepted: Sequence[str | int | float]) -> list[str]:
+    """A list of right answers as texts; `any_answer_matches` says which lists are refused."""
     if not isinstance(accepted, (list, tuple)) or not accepted:
         raise ValueError(
             f"accepted is {accepted!r:.80}: must be a list of at least one right answer; write it as "
@@ -147,99 +168,126 @@ def _accepted_texts(accepted: Sequence[str | int | float]) -> list[str]:
     return texts
 
 
-@functools.lru_cache(maxsize=4096)  # a gold answer is read again for every completion of its group
-def _gold_number(answer: str) -> Fraction | None:
-    return to_fraction(_gold(answer) or "")
+@functools.lru_cache(maxsize=1024)
+def _found(completion: str) -> tuple[Answer, ...]:
+    """The completion's answer, and words that answer it too."""
+    answers = [read(text) for text in extract_answers(completion)]
+    return tuple(answer for answer in answers if answer)
 
 
-@functools.lru_cache(maxsize=4096)
-def _gold(answer: str) -> str | None:
-    is_marked = any(marker in answer for marker in ("<answer>", "####", "\\boxed", "\\fbox"))
-    gold = extract_answer(answer) if is_marked else clean(answer)
-    if not gold or (not gold.isalpha() and any(len(word) > 2 for word in PROSE.findall(gold))):
-        return None  # empty, or prose such as "see figure", which Math-Verify would read as a product of letters
-    return gold
+@functools.lru_cache(maxsize=65536)  # a gold answer is read again for every completion of its group
+def _gold(answer: str) -> Answer | None:
+    text = extract_answer(answer) if any(marker in answer for marker in _MARKERS) else answer
+    return read(text) if text else None
 
 
-def _is_gradable(gold: str, limit: float) -> bool:
-    if gold_list := _as_list(gold):
-        return all(_is_gradable(clean(element), limit) for element in gold_list.elements)
-    if gold.isalpha() or _DIGIT_LABEL.fullmatch(gold) or _WITH_BASE.fullmatch(gold):
-        return True
-    return to_fraction(gold) is not None or ask_math_verify(gold, None, limit)
+def _formulas(answer: Answer) -> list[str]:
+    """The formulas in an answer, which Math-Verify has to parse."""
+    if isinstance(answer.value, Items):
+        return [text for element in answer.value.elements for text in _formulas(element)]
+    return [answer.value.text] if isinstance(answer.value, Formula) else []
 
 
-def _are_equal(found: str, gold: str, limit: float) -> bool:
-    if found == gold:
-        return True
-    found_list, gold_list = _as_list(found), _as_list(gold)
-    if found_list or gold_list:
-        return bool(found_list and gold_list) and _are_equal_lists(found_list, gold_list, limit)
-    if _DIGIT_LABEL.fullmatch(gold):
-        return _normal_label(_right_side(found)) == _normal_label(gold)
-    found = _UNIT.sub("", found if "=" in gold else _right_side(found))
-    if gold.isalpha() or not found:
-        choice = _LEADING_CHOICE.match(found) if gold in CHOICES else None
-        return (choice[1] if choice else found) == gold or (len(gold) > 1 and found.casefold() == gold.casefold())
-    if base := _WITH_BASE.fullmatch(gold):
-        found_base = _WITH_BASE.fullmatch(found)
-        return found == base[1] or (found_base is not None and _normal_label(found) == _normal_label(gold))
-    found_number, gold_number = to_fraction(found), to_fraction(gold)
-    if gold_number is not None:
-        # Only a number answers a number: Math-Verify would evaluate 95 + 65, and reward repeating
-        # the question.
-        return found_number == gold_number
-    # Math-Verify reads 1,234 as a set and 5% as 5, so it gets numbers as exact fractions.
-    return ask_math_verify(gold, found if found_number is None else str(found_number), limit)
+def _score(found: tuple[Answer, ...], right: list[Answer | None], ask: Ask) -> float:
+    if None in right:
+        return math.nan
+    is_gradable = [ask(text, None) for gold in right for text in _formulas(gold)]
+    is_equal = [_any_equal(found, gold, ask) for gold in right]
+    return float(any(is_equal)) if all(is_gradable) else math.nan
 
 
-def _normal_label(text: str) -> str:
-    r"""Normal form of a date or time: 2024-01-05 as 2024-1-5, 7:30\text{ PM} as 7:30pm."""
-    return re.sub(r"(?<!\d)0+(?=\d)", "", re.sub(r"\\text|[ {}.]", "", text)).lower()
+def _verdict(found: tuple[Answer, ...], right: list[Answer | None], verdicts: Verdicts) -> float:
+    def look_up(gold: str, value: str | None) -> bool:
+        verdict = verdicts[gold, value]
+        if verdict is None:
+            raise ChildProcessError
+        return verdict
+
+    try:
+        return _score(found, right, look_up)
+    except ChildProcessError:
+        return math.nan
 
 
-def _number_in(found: str) -> Fraction | None:
-    """The number in an answer, such as 4 in "x = 4", as `_are_equal` reads it; None without one."""
-    return None if _as_list(found) else to_fraction(_UNIT.sub("", _right_side(found)))
-
-
-class _List(NamedTuple):
-    """A tuple, interval, set or bare list, whose brackets are empty."""
-
-    opening: str
-    elements: list[str]
-    closing: str
-
-
-def _are_equal_lists(found: _List, gold: _List, limit: float) -> bool:
-    if (found.opening, found.closing, len(found.elements)) != (gold.opening, gold.closing, len(gold.elements)):
+def _any_equal(found: tuple[Answer, ...], gold: Answer, ask: Ask) -> bool:
+    if not found:
         return False
-    is_ordered, unmatched = gold.opening in ("(", "["), [clean(element) for element in gold.elements]
-    for element in map(clean, found.elements):
+    words = found[1:] if isinstance(gold.value, Word | Choice) else ()
+    return any([_are_equal(answer, gold, ask) for answer in (found[0], *words)])
+
+
+def _are_equal(found: Answer, gold: Answer, ask: Ask) -> bool:
+    """Whether two answers are equal; asks every question that may matter."""
+    if (found.letter and gold.letter and found.letter != gold.letter) or (
+        found.name and gold.name and found.name != gold.name
+    ):
+        return False
+    left, right = found.value, gold.value
+    if isinstance(right, Choice) or (gold.letter and isinstance(left, Choice)):
+        letters = right.letters if isinstance(right, Choice) else frozenset(gold.letter)
+        return left == Choice(letters) or frozenset(found.letter) == letters or found.text == gold.text
+    if isinstance(left, Items) and left.alternatives and _is_one_value(left):
+        return any([_are_equal(element, gold, ask) for element in left.elements])
+    if isinstance(left, Items) and isinstance(right, Items):
+        return _are_equal_lists(left, right, ask)
+    if isinstance(right, Number):
+        if isinstance(left, Label) and (hour := re.fullmatch(r"(\d+) ?[ap]\.? ?m\.?", found.text, re.IGNORECASE)):
+            return right == Number(Fraction(hour[1]))
+        return isinstance(left, Number) and same_quantity(*left, *right)
+    if isinstance(right, Label | Word):
+        has_no_base = isinstance(left, Number) and found.text == right.text.partition("_")[0]
+        return left == right or has_no_base or _squeezed(found.text) == _squeezed(gold.text)
+    if isinstance(left, Label | Word | Choice):
+        return _squeezed(found.text) == _squeezed(gold.text)
+    return _are_equal_formulas(found, gold, ask)
+
+
+def _are_equal_formulas(found: Answer, gold: Answer, ask: Ask) -> bool:
+    left, right = found.value, gold.value
+    if Items in (type(left), type(right)):  # an interval may answer an inequality, and the other way round
+        inequality, interval = (found, gold) if isinstance(right, Items) else (gold, found)
+        return bool(_INTERVAL.search(inequality.text)) and ask(inequality.text, interval.text)
+    if left.unit.dimensions and right.unit.dimensions and left.unit != right.unit:
+        return False
+    if isinstance(left, Number):
+        return ask(right.text, str(left.value))
+    if _squeezed(left.text) == _squeezed(right.text):
+        return True
+    has_relation = gold.name and not found.name and "=" in left.text  # y = 2x is 2x - y = 0
+    return ask(gold.text if has_relation else right.text, left.text)
+
+
+def _are_equal_lists(found: Items, gold: Items, ask: Ask) -> bool:
+    left, right = list(found.elements), list(gold.elements)
+    if len(left) != len(right):
+        return False
+    names = {element.name for element in left}
+    if found.opening == "" and gold.opening == "(" and len(names - {""}) == len(left):  # x = 1, y = 2 is (1, 2)
+        left.sort(key=lambda element: element.name)
+    elif (found.opening, found.closing) != (gold.opening, gold.closing):
+        return False
+    is_ordered, unmatched = gold.opening in ("(", "["), list(range(len(right)))
+    if is_ordered:
+        equal = {(i, i): _are_equal(left[i], right[i], ask) for i in unmatched}
+    else:
+        equal = {(i, j): _are_equal(left[i], right[j], ask) for i in unmatched for j in unmatched}
+    for i in range(len(left)):
         candidates = unmatched[:1] if is_ordered else unmatched
-        match = next((other for other in candidates if _are_equal(element, other, limit)), None)
+        match = next((j for j in candidates if equal[i, j]), None)
         if match is None:
             return False
         unmatched.remove(match)
     return True
 
 
-def _as_list(text: str) -> _List | None:
-    bracketed = _BRACKETED.fullmatch(text)
-    elements = split_commas(bracketed[2]) if bracketed else []
-    if len(elements) > 1 or (elements and bracketed[1] != "{"):  # in LaTeX, braces around one thing mean nothing
-        return _List(bracketed[1].lstrip("\\"), elements, bracketed[3].lstrip("\\"))
-    elements = split_commas(text)
-    if len(elements) > 1 and to_fraction(text) is None:
-        return _List("", elements, "")
-    right = _right_side(text)  # (x, y) = (1, 2)
-    return _as_list(right) if right != text else None
+def _is_one_value(items: Items) -> bool:
+    """Whether alternatives are one value written differently, as in "1.5 hours or 90 minutes"."""
+    first, *others = items.elements
+    numbers = all(isinstance(element.value, Number) for element in items.elements)
+    return numbers and all(
+        element.text != first.text and same_quantity(*element.value, *first.value) for element in others
+    )
 
 
-def _right_side(text: str) -> str:
-    return re.split(r"(?<![<>!])=|\\approx(?![a-zA-Z])", text)[-1].strip()
-
-
-def ungradable(golds: Sequence[str], seconds: float = 5.0) -> list[int]:
-    """Rows whose gold answer cannot be graded."""
-    return []
+def _squeezed(text: str) -> str:
+    return re.sub(r"(?<!\d) | (?!\d)", "", text)

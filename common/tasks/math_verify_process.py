@@ -1,107 +1,108 @@
-"""Math-Verify in a separate process, which is killed if an evaluation takes too long (POSIX)."""
+"""Compares formulas with Math-Verify, in processes that no formula can hold up (POSIX)."""
 
-import functools
 import importlib.util
-import inspect
 import json
 import math
 import os
-import signal
+import select
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
+from pathlib import Path
 
+Question = tuple[str, str | None]  # gold, found; found None asks whether gold can be read
+Verdicts = dict[Question, bool | None]
 
-def _main_loop() -> None:
-    """Main loop of the process: reads JSON lines [gold, found, seconds], writes true or false.
-
-    The process runs the source of this function and nothing else. SIGALRM keeps its default action,
-    so the kernel ends the process in the middle of any computation, even without its parent; an
-    idle process ends when its input closes.
-    """
-    import sys
-
-    sys.path[:] = [folder for folder in sys.path if folder]  # no file in the working folder may pose as a package
-    import contextlib
-    import json
-    import resource
-    import signal
-
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    def expression(text: str) -> list:
-        # First match and no fallback: otherwise a part of the text could be parsed, and earn a
-        # reward.
-        options = {"fallback_mode": "no_fallback", "extraction_mode": "first_match", "parsing_timeout": None}
-        return parse(f"${text}$", [LatexExtractionConfig()], **options)
-
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    with contextlib.suppress(ValueError, OSError):  # where the system forbids it
-        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))  # bytes; a power tower would fill the host's memory
-    replies, sys.stdout = sys.stdout, sys.stderr  # what a parser prints must not be read as a reply
-    print("ready", file=replies, flush=True)
-    for line in sys.stdin:
-        gold, found, seconds = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        try:
-            parsed = expression(gold)
-            reply = bool(parsed) and (found is None or bool(verify(parsed, expression(found), timeout_seconds=None)))
-        except (MemoryError, RecursionError):  # wrong, as after the time limit: unscored, it would cost nothing
-            reply = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps(reply), file=replies, flush=True)
+_SERVER = Path(__file__).with_name("math_verify_server.py")
+_MAX_WORKERS = 8
+_MAX_CACHED = 65536
+_GRACE = 30.0  # seconds after which a server that does not reply is dead
 
 
 class Grader:
-    """A Math-Verify process, started by the first question, and again after it has ended."""
+    """A Math-Verify server, started by the first question, and again after it has ended."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.child: subprocess.Popen | None = None
+        self.cache: Verdicts = {}
 
     def _start(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ImportError("comparing expressions needs the package math-verify: pip install math-verify")
         # A fresh interpreter, because multiprocessing would run the user's script again; in its own
-        # session, so that Ctrl-C reaches the trainer only.
-        code = f"{inspect.getsource(_main_loop)}\n{_main_loop.__name__}()"
+        # session, so that Ctrl-C reaches the trainer only; -P, so that no file beside it is imported.
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-        self.child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, **pipes)
+        self.child = subprocess.Popen([sys.executable, "-P", str(_SERVER)], start_new_session=True, **pipes)
         if not self.child.stdout.readline():
             status = self.child.wait()
             raise RuntimeError(f"Math-Verify process ended at its start, status {status}: try `import math_verify`")
 
-    def ask(self, gold: str, found: str | None, limit: float) -> bool:
-        """Whether `found` equals `gold`; with `found` None, whether `gold` can be parsed.
-
-        Raises:
-            ChildProcessError: the process died, and not of its time limit.
-        """
-        if not 0 < limit < math.inf:
-            raise ValueError(f"limit = {limit} seconds: must be positive and finite; 5.0 suits most answers")
-        with self.lock:
-            if self.child is None or self.child.poll() is not None:
-                self._start()
-            reply = ""
-            try:
-                print(json.dumps([gold, found, limit]), file=self.child.stdin, flush=True)
+    def ask(self, questions: Sequence[Question], seconds: float) -> list[bool | str | None]:
+        """Replies to a batch: True, False, "cut", "died" or None (its turn did not come)."""
+        if self.child is None or self.child.poll() is not None:
+            self._start()
+        reply = ""
+        try:
+            print(json.dumps([questions, seconds, _num_workers()]), file=self.child.stdin, flush=True)
+            if select.select([self.child.stdout], [], [], seconds + _GRACE)[0]:
                 reply = self.child.stdout.readline()
-            except BrokenPipeError:
-                pass  # it ended after poll(); the status below says why
-            finally:
-                if not reply:  # after Ctrl-C too, or a late reply would answer the next question
-                    self.child.kill()
-                    self.child.wait()
-            if not reply and self.child.returncode != -signal.SIGALRM:
-                raise ChildProcessError(f"Math-Verify process ended with status {self.child.returncode}")
-        return reply == "true\n"
+        except BrokenPipeError:
+            pass  # it ended after poll()
+        finally:
+            if not reply:  # after Ctrl-C too, or a late reply would answer the next batch
+                self.child.kill()
+                self.child.wait()
+        return json.loads(reply) if reply else ["died"] * len(questions)
+
+    def evaluate(self, questions: Sequence[Question], seconds: float) -> Verdicts:
+        """The function `evaluate`, on this server."""
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"limit = {seconds} seconds: must be positive and finite; 5.0 suits most answers")
+        with self.lock:
+            asked = list(dict.fromkeys(q for q in questions if q not in self.cache))
+            replies = dict(zip(asked, self.ask(asked, seconds) if asked else [], strict=True))
+            decided = {q: reply is True for q, reply in replies.items() if reply in (True, False, "cut")}
+            while self.cache and len(self.cache) + len(decided) > _MAX_CACHED:
+                del self.cache[next(iter(self.cache))]
+            self.cache |= {q: verdict or (q[1] is None and replies[q] == "cut") for q, verdict in decided.items()}
+            known = {q: self.cache[q] for q in questions if q in self.cache}
+        open_questions = {q: None if replies[q] == "died" else q[1] is None for q in questions if q not in known}
+        return known | open_questions
+
+
+def _num_workers() -> int:
+    return max(
+        2, min(_MAX_WORKERS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    )
 
 
 _grader = Grader()
 os.register_at_fork(after_in_child=_grader.__init__)  # processes sharing a pipe would read each other's replies
 
 
-@functools.lru_cache(maxsize=4096)  # a gold answer is asked again for every completion of its group
-def ask_math_verify(gold: str, found: str | None, limit: float) -> bool:
-    """`Grader.ask` of the one grader of this process, cached."""
-    return _grader.ask(gold, found, limit)
+def evaluate(questions: Sequence[Question], seconds: float) -> Verdicts:
+    """Compares pairs of formulas, all together in at most `seconds`.
+
+    2 to 8 processes (one per core) work in rounds: every distinct pair gets 0.05 s, then those that
+    were cut off get 0.2 s, and so on until the time is up. So a formula that never ends costs one
+    process 0.05 s before every other pair has had its turn: with P processes and 2 s, up to 30 P
+    hostile pairs leave time for several hundred others, in any order. If there are more, pairs
+    whose turn does not come are wrong too.
+
+    Args:
+        questions: pairs (gold, found); found None asks whether gold can be parsed.
+        seconds: for all of them; starting Math-Verify (once, 1 to 3 s) is not counted.
+
+    Returns:
+        True or False for each pair, False for a pair that is not decided in time or needs more
+        than 4 GiB; True for a gold answer that is not parsed in time. None if a process died of
+        anything else.
+
+    Raises:
+        ImportError: math-verify is not installed.
+        RuntimeError: the process cannot start.
+        ValueError: `seconds` is not positive and finite.
+    """
+    return _grader.evaluate(questions, seconds)

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from common.tasks import thinking
 from common.tasks.answer_extraction import extract_answer, last_boxed
-from common.tasks.answer_numbers import last_number
-from common.tasks.answers import answers_match, any_answer_matches, numbers_match
+from common.tasks.answer_prose import last_number
+from common.tasks.answers import accepted_texts, answers_match, batch_matches, numbers_match
 
 __all__ = [
     "answers_match",
@@ -26,7 +27,7 @@ __all__ = [
 
 
 def math_match(completions: list[str], answers: list[str], **columns: list) -> list[float]:
-    """1 if the answer of a completion matches the gold answer, else 0; NaN for a gold answer that cannot be graded.
+    """1 if the answer of a completion matches the gold answer, else 0; NaN if that cannot be graded.
 
     Args:
         completions: B texts.
@@ -34,24 +35,24 @@ def math_match(completions: list[str], answers: list[str], **columns: list) -> l
         columns: `accepted`, optional: B lists of right answers, texts or numbers, of which one has
             to match.
 
+    docs/grader.md says how answers are read and compared. Comparing all formulas of the batch takes
+    at most 2 s; pairs that are not decided by then are wrong. For another limit, call
+    `answers.batch_matches` in a reward function of your own.
+
     Raises:
         ValueError: as in `any_answer_matches`.
     """
-    accepted_B = columns.get("accepted", [None] * len(answers))
-    values = []
-    for row, (completion, answer, accepted) in enumerate(zip(completions, answers, accepted_B, strict=True)):
-        if accepted is None:
-            values.append(answers_match(completion, answer))
-            continue
+    golds_B = []
+    for row, (answer, accepted) in enumerate(zip(answers, columns.get("accepted", [None] * len(answers)), strict=True)):
         try:
-            values.append(any_answer_matches(completion, accepted))
+            golds_B.append([answer] if accepted is None else accepted_texts(accepted))
         except ValueError as error:
             raise ValueError(f"row {row}, whose answer is {answer!r:.80}: {error}") from error
-    return values
+    return batch_matches(completions, golds_B)
 
 
 def numeric_match(completions: list[str], answers: list[str], **columns: list) -> list[float]:
-    """1 if both answers are the same exact number, else 0; NaN for a gold answer that is not a number."""
+    """1 if both answers are the same exact number, else 0; NaN if the gold answer is no number."""
     return [numbers_match(completion, answer) for completion, answer in zip(completions, answers, strict=True)]
 
 
@@ -63,11 +64,18 @@ def exact_match(completions: list[str], answers: list[str], **columns: list) -> 
 def format_reward(completions: list[str], answers: list[str], **columns: list) -> list[float]:
     """1 for <think>...</think> <answer>...</answer>, each tag once, and no other text, else 0.
 
-    If the prompt already opens <think>, every completion gets 0.
+    Any pair of `thinking.TAGS` may stand around the thought. A thought that the prompt opens is the
+    beginning of the completion, and counts as opened there.
     """
-    pattern = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
-    tags = ("<think>", "</think>", "<answer>", "</answer>")
-    return [float(all(text.count(tag) == 1 for tag in tags) and bool(pattern.fullmatch(text))) for text in completions]
+    return [float(_has_format(text)) for text in completions]
+
+
+def _has_format(text: str) -> bool:
+    pair = next((pair for pair in thinking.TAGS if text.lstrip().startswith(pair[0])), None)
+    if pair is None or any(text.count(tag) != 1 for tag in (*pair, "<answer>", "</answer>")):
+        return False
+    thought, _, reply = text.partition(pair[1])
+    return "answer>" not in thought and bool(re.fullmatch(r"\s*<answer>.*</answer>\s*", reply, re.DOTALL))
 
 
 def length_reward(target: int, width: int | None = None, tokenizer: Any = None) -> Callable[..., list[float]]:

@@ -202,7 +202,8 @@ def test_memory_and_depth_are_limits_like_the_time_and_what_a_parser_prints_is_n
 
 
 def test_a_batch_takes_bounded_time_and_hostile_pairs_do_not_make_honest_ones_wrong(stub_grader):
-    grader = stub_grader("time.sleep(60 if 'z' in text else 0.001); os._exit(3) if 'die' in text else 0; return [text]")
+    hostile_if_z = "while 'z' in text: pass\n    os._exit(3) if 'die' in text else 0\n    return [text]"
+    grader = stub_grader(hostile_if_z)
     grader.evaluate([("up", "up")], 20.0)
     hostile = [("x", f"z{i}") for i in range(10)]  # the first round of these takes half a second on two cores
     honest = [("a", "a"), ("a", "b"), ("c", "c"), ("b", None)]
@@ -212,6 +213,9 @@ def test_a_batch_takes_bounded_time_and_hostile_pairs_do_not_make_honest_ones_wr
     assert [verdicts[pair] for pair in honest] == [True, False, True, True]
     assert not any(verdicts[pair] for pair in hostile)
     assert verdicts["a", "die"] is None and verdicts["z", None]  # a gold answer is not blamed for the time
+    # of more than the time allows, those that had no turn are not judged
+    many = grader.evaluate([*(("x", f"zz{i}") for i in range(200)), ("q", "q")], 0.3)
+    assert many["q", "q"] is None and set(many.values()) == {False, None}
     asked = mock.Mock(return_value=[True])
     with mock.patch.object(grader, "ask", asked):  # what is known is not asked again
         assert grader.evaluate([*hostile, *honest, ("n", "n")], 2.0)["n", "n"]

@@ -28,7 +28,8 @@ _SCALES = {
 _NUMERAL = f"[{''.join(_DIGITS)}{''.join(_SCALES)}]"
 _DECIMAL = rf"{_NUMERAL}{{1,4}}点[{''.join(_DIGITS)}]{{1,9}}[万亿]?(?![分钟半刻])"  # 三点五, but 三点五分 is a time
 _N = rf"(?:(?<![\d.])\d{{1,20}}(?:\.\d{{1,20}})?|{_DECIMAL}|{_NUMERAL}{{1,30}})"
-_UNIT_AHEAD = "(?![米克瓦卡帕焦伏赫字])"  # 千米 is a kilometre
+_UNIT_OF_1000 = "[米克瓦卡帕焦伏赫字]"
+_UNIT_AHEAD = f"(?!{_UNIT_OF_1000})"  # 千米 is a kilometre
 _FRACTION = re.compile(rf"(?:(?P<whole>{_N})又)?(?P<below>{_N})分之(?P<above>{_N})")
 _TENTHS = re.compile(rf"({_N})成([{''.join(_DIGITS)}])?(?![为功立本绩员熟长就果分都])")
 _SCALE = rf"(?:[亿億万萬百]|千{_UNIT_AHEAD})"
@@ -123,6 +124,8 @@ def _as_number(match: re.Match, everywhere: bool) -> str:
             return numeral
     if is_pure and len(numeral) == 2 and _NOT_ALONE.fullmatch(numeral):
         return numeral  # 三四 is three or four
+    if numeral[-1] == "千" and len(numeral) > 1 and re.match(_UNIT_OF_1000, match.string[match.end() :]):
+        return f"{_text(value(numeral[:-1]))}千"  # 三千克 is 3 kg
     if numeral[0] in "亿億万萬千仟百佰":  # no 一 in front: 千 in 千米, 百 in 百度
         return numeral
     return _text(value(numeral))

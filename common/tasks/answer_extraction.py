@@ -36,7 +36,7 @@ _STATED = re.compile(
 )
 _CORRECT_LETTER = re.compile(
     r"(?<![\w'])\(?([A-Z])\)? (?:is|must be|would be) (?:the )?(?:correct|right|best|answer)\b"
-    r"|(?<![\w'])([A-H](?:(?:, ?|和|与| and )[A-H])*) ?(?:选?项)?(?:都|均|是)*(?:正确|对)"
+    r"|(?<![a-zA-Z'])([A-H](?:(?:, ?|和|与| and )[A-H])*) ?(?:选?项)?(?:都|均|是)*(?:正确|对)"
     r"|(?<![\w'])([A-H](?:, ?[A-H])*,? and [A-H]) are (?:both |all )?(?:correct|right)"
 )
 _CORRECTED = re.compile(r"\b(?:wait|actually|correction|sorry|oops|mistake)\b|不对|更正|等等|错了", re.IGNORECASE)
@@ -45,7 +45,7 @@ _COPULA = re.compile(
     r"\b(?:is|are|was|were|equals?|be|becomes?|gives)\b(?! not\b|n't)"
     r"|(?<!\d):(?!\d)|(?<![<>!=])=(?!=)|(?<!不)(?:等于|是|为)"
 )
-_LEADING_LETTER = re.compile(rf"[\s*_(]*([{CHOICES}])(?:\)|(?=[\s*.,:;)]|项|$))(?! [a-z])")
+_LEADING_LETTER = re.compile(rf"[\s*_(]*([{CHOICES}])(?:\)|(?=[\s*.,:;)]|项|$))(?! (?!because |since )[a-z])")
 _LEADING_VERDICT = re.compile(
     r"[\s*_]*(yes|no|true|false|correct|incorrect|对|错|正确|错误|是的|不是)[*_]*(?=[\s]*[,.!;\n]|\s*$)", re.IGNORECASE
 )

@@ -16,7 +16,8 @@ _ABOUT = re.compile(
     re.IGNORECASE,
 )
 _NEGATED = re.compile(
-    r"\b(?:not|never|isn't|aren't|wasn't|doesn't|cannot|can't|won't|rather than|instead of|neither|nor)\b"
+    r"\b(?:not|never|isn't|aren't|wasn't|doesn't|cannot|can't|won't|rather than|instead of|neither|nor"
+    r"|no way|impossible|unlikely)\b"
     r"|\b(?:is|are|was|be) (?:wrong|incorrect|false)\b|\b(?:wrong|incorrect)$"
     r"|不是|不等于|不为|并非|不能|不选|而非|不对|是错|错误",
     re.IGNORECASE,
@@ -31,7 +32,8 @@ _OR = re.compile(
 )
 _VERDICTS = {
     "true": "true yes correct right 对 对的 正确 是 是的 真 成立 没错 √ ✓",
-    "false": "false no incorrect wrong untrue not-true not-correct not-right 错 错误 不对 不正确 不是 不成立 否 假 ✗",
+    "false": "false no incorrect wrong untrue not-true not-correct not-right 错 错误 不对 不正确 不是 不成立 否 假 ✗ "
+    r"\times",
     "none": "none no-solution no-solutions does-not-exist dne undefined 无解 没有解 不存在",
 }
 _VERDICT_OF = {phrase.replace("-", " "): name for name, phrases in _VERDICTS.items() for phrase in phrases.split()}

@@ -24,7 +24,7 @@ _SENTENCE_END = re.compile(
     r"|(?<=[^\x00-\x7f])[.!?;]"
 )
 _NOT_BEFORE = re.compile(
-    r"(?:\b(?:not|never|cannot|neither|nor|rather than|instead of"
+    r"(?:\b(?:not|never|cannot|neither|nor|no way|impossible|unlikely|rather than|instead of"
     r"|reject|eliminate|discard|exclude|rule out)\b|n't\b)(?!\s*only)[^,.;:]{0,40}$"
     r"|(?:不(?:可能|会|应该?|能)?(?:是|等于|为)|并非|而非|没有|排除|舍去)[^,.;:是为而]{0,8}$",
     re.IGNORECASE,
@@ -37,6 +37,7 @@ _NOT_CLAUSE = re.compile(
 )
 _DENIED = re.compile(
     r"(?:\bnot|n't|\bcannot|\bnever|\bnor)\s*(?:\w+ ?){0,2}$"
+    r"|\b(?:no way|impossible|unlikely)\b[^,.;]{0,40}$"
     r"|(?:\b(?:wrong|incorrect)|错误的?)\s*$|[不没别未非](?:[能应会可是要必]|应该|可能|可以)?$",
     re.IGNORECASE,
 )

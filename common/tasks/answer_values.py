@@ -103,6 +103,8 @@ _SENTENCE = re.compile(r"[是为有均都]|.{9}")  # more than a word in Chinese
 _WITH_UNIT = re.compile(
     r"(.*?[\d)}\]a-zA-Z])(?: ?(?=\\mathrm \{|\^ ?\\circ|[\u4e00-\u9fff])| (?=[a-zA-Z]{2}|[$\u20ac\xa3\xa5]))(.{1,30})"
 )
+_INEQUALITY = re.compile(r"[a-z] ?(<|>|\\(?:leq?|geq?)(?:slant)?(?![a-zA-Z])) ?([^<>=,]+)")
+_OPERATION = re.compile(r"\\[a-zA-Z]|[-+*/] ?[a-zA-Z]{1,2}(?![a-zA-Z])")  # 18 / x has a variable, no unit
 _NO_UNIT_WORD = re.compile(
     r"^[ ,]*(?:plus|minus|times(?= [b-zB-Z]\b| \d)|divided|multiplied|squared|cubed|factorial|choose|mod|to the power"
     r"|or|and|than|is|of|which|who|that)\b|\b(?:than|twice|as) (?:[a-zA-Z]$|\d|twice|half|(?:a|the|some) number)"
@@ -196,7 +198,7 @@ def _number(text: str) -> Number | None:
     if is_variable or not _UNIT_TEXT.fullmatch(rest) or _NO_UNIT_WORD.search(rest):
         return None
     unit, _ = leading_unit(rest)
-    is_word = len(rest) > 2 or not rest.isascii() or rest in CURRENCY
+    is_word = (len(rest) > 2 or not rest.isascii() or rest in CURRENCY) and not _OPERATION.match(rest)
     return Number(value, unit) if unit.dimensions or is_word else None
 
 
@@ -208,10 +210,22 @@ def _items(text: str, depth: int) -> Items | None:
     if len(elements) > 1 or (elements and bracketed[1] not in ("{", "]")):  # {18} means 18 in LaTeX
         return _as_items(bracketed[1].lstrip("\\"), elements, bracketed[3].lstrip("\\"), depth)
     alternatives = split_or(text)
+    if len(alternatives) > 1 and all(rays := [_ray(part) for part in alternatives]):  # x < 2 or x > 5
+        return _as_items("\\cup", rays, "", depth)
     if len(alternatives) > 1:
         return _as_items("", alternatives, "", depth, alternatives=True)
     elements = split_and(text)
     return _as_items("", elements, "", depth) if len(elements) > 1 and to_fraction(text) is None else None
+
+
+def _ray(inequality: str) -> str | None:
+    """An inequality of one variable and a number as an interval: x < 2 as (-oo, 2)."""
+    if not (match := _INEQUALITY.fullmatch(inequality.strip())):
+        return None
+    sign, end = match[1].strip(), match[2].strip()
+    is_below = sign in ("<", "\\le", "\\leq", "\\leqslant")
+    closing = "]" if is_below and sign != "<" else ")"
+    return rf"(-\infty, {end}{closing}" if is_below else rf"{'(' if sign == '>' else '['}{end}, \infty)"
 
 
 def _as_items(opening: str, texts: list[str], closing: str, depth: int, alternatives: bool = False) -> Items | None:

@@ -85,7 +85,8 @@ def batch_matches(completions: Sequence[str], golds: Sequence[Sequence[str]], *,
         seconds: for Math-Verify, for the whole batch; its start is not counted.
 
     Returns:
-        B values as in `any_answer_matches`; what is not decided in time is 0.0.
+        B values as in `any_answer_matches`: 0.0 for a formula that needs too long, NaN for one whose
+        turn does not come in time.
     """
     questions: dict[tuple[str, str | None], None] = {}
     rows = [

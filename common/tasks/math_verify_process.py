@@ -68,7 +68,8 @@ class Grader:
                 del self.cache[next(iter(self.cache))]
             self.cache |= {q: verdict or (q[1] is None and replies[q] == "cut") for q, verdict in decided.items()}
             known = {q: self.cache[q] for q in questions if q in self.cache}
-        open_questions = {q: None if replies[q] == "died" else q[1] is None for q in questions if q not in known}
+        is_read = {"died": None, None: True}  # a gold answer whose turn did not come counts as gradable
+        open_questions = {q: is_read[replies[q]] if q[1] is None else None for q in questions if q not in known}
         return known | open_questions
 
 
@@ -85,20 +86,19 @@ os.register_at_fork(after_in_child=_grader.__init__)  # processes sharing a pipe
 def evaluate(questions: Sequence[Question], seconds: float) -> Verdicts:
     """Compares pairs of formulas, all together in at most `seconds`.
 
-    2 to 8 processes (one per core) work in rounds: every distinct pair gets 0.05 s, then those that
-    were cut off get 0.2 s, and so on until the time is up. So a formula that never ends costs one
+    2 to 8 processes (one per core) work in rounds: every distinct pair gets 0.05 s of CPU time, then
+    those that were cut off get 0.2 s, and so on until the time is up. So a formula that never ends costs one
     process 0.05 s before every other pair has had its turn: with P processes and 2 s, up to 30 P
-    hostile pairs leave time for several hundred others, in any order. If there are more, pairs
-    whose turn does not come are wrong too.
+    hostile pairs leave time for several hundred others, in any order.
 
     Args:
         questions: pairs (gold, found); found None asks whether gold can be parsed.
         seconds: for all of them; starting Math-Verify (once, 1 to 3 s) is not counted.
 
     Returns:
-        True or False for each pair, False for a pair that is not decided in time or needs more
-        than 4 GiB; True for a gold answer that is not parsed in time. None if a process died of
-        anything else.
+        True or False for each pair, False for a pair that is cut off or needs more than 4 GiB; True
+        for a gold answer that is not parsed in time. None for a pair whose turn does not come, or
+        if a process died of anything but its limits.
 
     Raises:
         ImportError: math-verify is not installed.

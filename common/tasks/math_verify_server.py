@@ -2,8 +2,9 @@
 
 math_verify_process.py runs this file as a program of its own. It reads JSON lines [[[gold, found],
 ...], seconds, workers] and replies with a list of true, false, "cut" (its time ran out), "died" or
-null (its turn did not come). Each worker is a fork that the kernel ends in the middle of any
-computation; another one takes its place within milliseconds, because the imports are done.
+null (the time of the batch was up before its first turn ended). Each worker is a fork that the
+kernel ends in the middle of any computation; another one takes its place within milliseconds,
+because the imports are done.
 """
 
 # ruff: noqa: E402
@@ -25,7 +26,7 @@ import sympy
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy.core.relational import Relational
 
-FIRST_LIMIT = 0.05  # seconds of the first attempt; each further attempt gets four times as long
+FIRST_LIMIT = 0.05  # seconds of CPU time for the first attempt; each further attempt gets four times as long
 MEMORY = 4 << 30  # bytes; a power tower would fill the host's memory
 POINTS = (("7/5", "11/3", "13/7", "17/11", "19/13"), ("-5/3", "-9/7", "23/17", "-2/11", "29/19"))  # of variables
 WHOLE_POINTS = (("7", "3", "5", "4", "6"), ("12", "9", "10", "8", "11"))  # where sums and factorials have values
@@ -138,12 +139,13 @@ class Worker:
         try:
             for line in os.fdopen(questions):
                 gold, found, limit = json.loads(line)
-                signal.setitimer(signal.ITIMER_REAL, limit)  # SIGALRM keeps its default action: it kills
+                # CPU time, so that other work on the machine makes no answer wrong; SIGPROF kills by default
+                signal.setitimer(signal.ITIMER_PROF, limit)
                 try:
                     reply = is_right(gold, found)
                 except (MemoryError, RecursionError):  # wrong, as after the time limit: unscored, it would cost nothing
                     reply = False
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.setitimer(signal.ITIMER_PROF, 0)
                 os.write(replies, b"1" if reply else b"0")
         finally:
             os._exit(1)
@@ -160,9 +162,9 @@ class Worker:
             with contextlib.suppress(OSError):
                 close()
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGALRM)
+            os.kill(self.pid, signal.SIGPROF)
         status = os.waitpid(self.pid, 0)[1]
-        return "cut" if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM else "died"
+        return "cut" if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF else "died"
 
 
 class Server:
@@ -184,7 +186,7 @@ class Server:
                 for worker in self.workers:
                     if worker.question is None and waiting:
                         i, limits[i] = waiting.popleft()
-                        worker.ask(i, *questions[i], min(limits[i], left))
+                        worker.ask(i, *questions[i], limits[i])
                         selector.register(worker.output, selectors.EVENT_READ, worker)
                 if not selector.get_map():
                     return replies
@@ -201,13 +203,13 @@ class Server:
         for worker in [worker for worker in self.workers if worker.question is not None]:
             self.workers.remove(worker)
             worker.end()
-            replies[worker.question] = "cut"
+            replies[worker.question] = "cut" if limits[worker.question] > FIRST_LIMIT else None
         return replies
 
 
 def main() -> None:
     """Reads batches until the input ends."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     with contextlib.suppress(ValueError, OSError):  # where the system forbids it
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     replies, sys.stdout = sys.stdout, sys.stderr  # what a parser prints must not be read as a reply

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-CASE = re.compile(r"\| (F?\d+) \| (.+) \| (.*) \| (.+) \|")
+CASE = re.compile(r"\| ([FS]?\d+) \| (.+) \| (.*) \| (.+) \|")
 
 
 def cases() -> dict[str, list[tuple[str, str]]]:
@@ -27,6 +27,7 @@ def test_every_case_has_tests_and_these_exist():
         known[path.name] = {function.name for function in functions}
     found = cases()
     assert len([number for number in found if number.isdecimal()]) == 120
+    assert len([number for number in found if number[0] == "S"]) == 29
     for number, tests in found.items():
         assert tests, f"case {number} has no tests"
         for file, name in tests:

@@ -94,6 +94,6 @@ def _work(writing: int, function: Callable[[Any], Any], items: Sequence[Any]) ->
 def _limit_memory() -> None:
     """Limits the address space to what is in use and MEMORY."""
     with contextlib.suppress(OSError, ValueError):  # no /proc, or the system forbids it
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         limit = pages * resource.getpagesize() + MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))

@@ -296,7 +296,7 @@ def signalled_in(owner: str, name: str, rank: int, call: int, number: int, modul
 
 
 @pytest.mark.parametrize(("owner", "name", "dead", "call", "phase"), [
-    ("tasks.rewards", "score", 1, 3, "(logprobs|score)"), ("base.distributed", "sum_gradients", 1, 5, "update"),
+    ("tasks.scoring", "score", 1, 3, "(logprobs|score)"), ("base.distributed", "sum_gradients", 1, 5, "update"),
     ("run.checkpoint", "save", 0, 2, ".*"),
 ])  # fmt: skip
 def test_a_killed_rank_is_named_by_the_other_which_ends(launcher, tmp_path, owner, name, dead, call, phase):
@@ -312,7 +312,7 @@ def test_a_killed_rank_is_named_by_the_other_which_ends(launcher, tmp_path, owne
 
 
 def test_a_rank_that_hangs_is_named_when_the_time_is_up(launcher, tmp_path):
-    hangs = partial(signalled_in, "common.tasks.rewards", "score", 1, 3, signal.SIGSTOP)
+    hangs = partial(signalled_in, "common.tasks.scoring", "score", 1, 3, signal.SIGSTOP)
     options = dict(steps=STEPS, constants={"TIMEOUT_MINUTES": 0.05}, reward_patience=1)
     with fault("one of 2 ranks hangs"):
         run = launcher.start("gspo_ddp", tmp_path, 2, prepare=hangs, **options)

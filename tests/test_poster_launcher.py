@@ -181,7 +181,9 @@ def test_a_service_that_runs_is_used_only_when_asked_for_and_codes_are_those_of_
 
 
 def test_a_service_that_is_not_ready_is_said_why_and_nothing_is_left(launch, tmp_path):
-    wrong, late = launch("--structur_weight", "1"), launch("--wait", "1", out_dir=tmp_path / "late")
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\n")  # a scorer that takes long to load
+    slow = "--wait", "1", "--scorer", f"{tmp_path / 'slow.py'}:Slow"
+    wrong, late = launch("--structur_weight", "1"), launch(*slow, out_dir=tmp_path / "late")
     output = wrong.ended(1)
     assert "the service ended before it was ready" in output and "did you mean --structure_weight?" in output
     assert "not ready within 1 s: raise --wait" in late.ended(1)

@@ -367,8 +367,8 @@ def test_characters_that_no_font_has_are_counted_and_no_picture_is_made_of_boxes
     # in training: a metric for each completion, and one warning
     local = LocalRewards("px")
     for _ in range(2):
-        parts = local.scores([json.dumps(poster(asked)), "no poster"], [json.dumps(poster(asked))] * 2,
-                             {"extra_info": [{}, {}]}, 2)  # fmt: skip
+        arguments = {"completions": [json.dumps(poster(asked)), "no poster"], "extra_info": [{}, {}]}
+        parts = local.scores({**arguments, "answers": [json.dumps(poster(asked))] * 2}, 2)
         assert parts["missing_glyphs"] == ([pytest.approx(share), 0.0], 0.0)
     said = capsys.readouterr().out
     assert said.count("warning") == 1 and package in said and "--font_paths" in said and characters[0] in said
@@ -378,7 +378,7 @@ def test_characters_that_no_font_has_are_counted_and_no_picture_is_made_of_boxes
         [json.dumps(poster({**HELLO, "text": x})) for x in ("Hello \ufffd", "Hello ю", text)],
     )
     for solution, truth, warned in zip(own, [json.dumps(poster(HELLO))] * 2 + own[2:], (0, 1, 1), strict=True):
-        local.scores([solution], [truth], {"extra_info": [{}]}, 1)
+        local.scores({"completions": [solution], "answers": [truth], "extra_info": [{}]}, 1)
         assert capsys.readouterr().out.count("warning") == warned
 
 
@@ -388,7 +388,7 @@ def test_a_character_is_taken_from_the_first_font_that_has_it():
     for paths in ((deja,), (display, deja), (deja, display)):
         local = LocalRewards("px", paths)
         text = json.dumps(poster({**HELLO, "text": "Café Ж"}))
-        parts = local.scores([text], [text], {"extra_info": [{}]}, 1)
+        parts = local.scores({"completions": [text], "answers": [text], "extra_info": [{}]}, 1)
         assert parts["missing_glyphs"] == ([0.0], 0.0) and local.fingerprint != LocalRewards("px").fingerprint
 
 

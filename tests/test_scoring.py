@@ -17,7 +17,9 @@ import torch
 from conftest import ROOT
 
 from common.base import background
+from common.loop.scorer import check_functions
 from common.tasks import rewards, scoring
+from common.tasks.data import Example
 from common.tasks.scoring import Scored, names
 
 
@@ -263,3 +265,20 @@ def test_the_examples_of_the_page_work(monkeypatch):
     total, by_function = scoring.score(functions, {**ROWS, "prompts": ["ask: 2 + 2?", "3?"]})
     assert total.tolist() == [1 + 10, 0] and by_function["judge"].tolist() == [1, 0]
     assert by_function["polite"].isnan().tolist() == [False, True]
+
+
+def test_gold_answers_that_cannot_be_graded_are_counted_at_the_start_with_one_of_them(capsys):
+    golds = ["18 cm", "see the figure", "80元", "see the figure", "", None, r"\frac{1}{2}"]
+    rows = [Example(i, "?", [1], gold, {"level": 1}) for i, gold in enumerate(golds)]
+    rows.append(Example(7, "?", [1], "see below", {"level": 1, "accepted": ["3"]}))
+
+    def reward(completions, answers, **columns):
+        return rewards.math_match(completions, answers, **columns)
+
+    for function in (reward, functools.partial(reward), rewards.math_match):
+        check_functions([(function, 1.0)], rows)
+        said = capsys.readouterr().out
+        assert "cannot grade 2 of 5 different gold answers" in said and "row 1: 'see the figure'" in said
+    check_functions([(swapped, 1.0)], rows)  # another measure: its own business
+    check_functions([(rewards.math_match, 1.0)], rows[::2])
+    assert "cannot grade 1 of 4" in capsys.readouterr().out

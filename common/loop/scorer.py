@@ -95,8 +95,10 @@ def check_functions(functions: scoring.Functions, examples: Sequence[Example]) -
     for columns in {tuple(example.columns): None for example in examples}:  # those of each source of data
         scoring.check(functions, columns)
     if distributed.rank() == 0 and any(_calls_math_match(function) for function, _ in functions):
-        golds = {example.answer: example.index for example in examples
-                 if example.answer is not None and example.columns.get("accepted") is None}  # fmt: skip
+        golds: dict[str, int] = {}
+        for example in examples:
+            if example.answer is not None and example.columns.get("accepted") is None:
+                golds.setdefault(example.answer, example.index)
         if rows := answers.ungradable(list(golds)):
             gold = list(golds)[rows[0]]
             print(f"warning: math_match cannot grade {len(rows)} of {len(golds)} different gold answers, such as row "

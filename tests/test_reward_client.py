@@ -276,7 +276,7 @@ def test_an_answer_that_is_none_is_an_error_of_the_right_kind(said, error, messa
 
 @pytest.mark.parametrize("host", ["\uff41", "\u0661", "[v1.x]"])
 def test_a_host_that_no_request_can_name_is_refused_at_the_start(host):
-    with pytest.raises(ValueError, match="url = .*http://127.0.0.1:8899"):
+    with pytest.raises(ValueError, match="give an address such as"):
         Service(f"http://{host}:80", timeout_s=1, patience_s=1)
 
 

@@ -107,6 +107,13 @@ def test_an_option_is_the_same_as_editing_the_line(argv, fields):
     assert all(type(getattr(parsed, name)) is type(value) for name, value in fields.items())
 
 
+def test_texts_for_a_model_are_read_in_a_locale_of_ascii_and_paths_keep_their_bytes():
+    given = "\u4e2d".encode().decode("ascii", "surrogateescape")
+    cfg = layouts.load(SCRIPTS["gspo"], ["--system_prompt", given, "--stop_strings", f'["{given}"]',
+                                         "--out_dir", given])[1]  # fmt: skip
+    assert (cfg.system_prompt, cfg.stops, cfg.out_dir) == ("\u4e2d", ("\u4e2d",), given)
+
+
 def test_annotations_may_be_text():
     assert parse(Quoted, ["--flag", "--number", "4", "--ratio", "0.5"]) == Quoted(True, 4, 0.5)
     assert parse(Quoted, ["--flag", "no"]).flag is False

@@ -20,6 +20,7 @@ while [ $# -gt 0 ]; do
         --) shift && break ;;
         -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0" && exit 0 ;;
         --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue ;;
+        --*-*) name=${1#--} && set -- "--${name//-/_}" "${@:2}" && continue ;;
     esac
     case $1 in
         --teacher_gpus) require_value "$@" && teacher_gpus=$2 ;;

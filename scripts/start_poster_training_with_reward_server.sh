@@ -27,7 +27,8 @@ while [ $# -gt 0 ]; do
         --) shift && break ;;
         -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0" && exit 0 ;;
         --token=* | --token) echo "error: --token: the training needs it too; set RL_HAND_REWARD_TOKEN" >&2 && exit 2 ;;
-        --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
+        --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue ;;
+        --*-*) name=${1#--} && set -- "--${name//-/_}" "${@:2}" && continue ;;
         --*) ;;
         *) echo "error: unknown option $1: options of the training stand after --; see --help" >&2 && exit 2 ;;
     esac

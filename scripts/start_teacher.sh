@@ -21,6 +21,7 @@ while [ $# -gt 0 ]; do
         --foreground) foreground=yes && shift && continue ;;
         --stop) stop=yes && shift && continue ;;
         --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue ;;
+        --*-*) name=${1#--} && set -- "--${name//-/_}" "${@:2}" && continue ;;
     esac
     case $1 in
         --gpus) require_value "$@" && gpus=$2 ;;

@@ -107,6 +107,13 @@ def test_an_option_is_the_same_as_editing_the_line(argv, fields):
     assert all(type(getattr(parsed, name)) is type(value) for name, value in fields.items())
 
 
+def test_texts_for_a_model_are_read_in_a_locale_of_ascii_and_paths_keep_their_bytes():
+    given = "\u4e2d".encode().decode("ascii", "surrogateescape")
+    cfg = layouts.load(SCRIPTS["gspo"], ["--system_prompt", given, "--stop_strings", f'["{given}"]',
+                                         "--out_dir", given])[1]  # fmt: skip
+    assert (cfg.system_prompt, cfg.stops, cfg.out_dir) == ("\u4e2d", ("\u4e2d",), given)
+
+
 def test_annotations_may_be_text():
     assert parse(Quoted, ["--flag", "--number", "4", "--ratio", "0.5"]) == Quoted(True, 4, 0.5)
     assert parse(Quoted, ["--flag", "no"]).flag is False
@@ -244,6 +251,9 @@ def test_options_are_inherited_and_may_be_named_again(capsys):
     ("gspo/gspo.py", "--delta", "here --dual_clip of grpo/grpo.py"), ("gspo/gspo.py", "-n", "'-n' belongs to no"),
     ("gkd/gkd.py", "--reward_model", "a name of ms-swift, here --reward_model of gspo/gspo.py"),
     ("gspo/gspo.py", "Model", "'Model' belongs to no"), ("gspo/gspo.py", "\u2013steps", "--steps?"),
+    ("gspo/gspo.py", "\u2212\u2212steps=3", "--steps?"), ("gspo/gspo.py", "--lora", "here --lora_rank; any rank"),
+    ("grpo/grpo.py", "--loss_agg_mode", "did you mean actor_rollout_ref.actor.loss_agg_mode, a name of verl, here --l"),
+    ("grpo/grpo.py", "filter_groups.enable=1", "here --dynamic_sampling"), ("grpo/grpo.py", "--path", "--help lists"),
     ("gspo/gspo.py", "--batch", "--batch_size?"), ("gspo/gspo.py", "--STEPS", "--steps?"),
     ("gkd/gkd.py", "--max_top_k", "an option of gkd/teacher_server.py"),
     ("gspo/gspo.py", "--student_gpu_ids", "STUDENT_GPU_IDS at the top of gkd/gkd.py"),
@@ -323,7 +333,8 @@ def test_options_are_answered_before_the_imports_and_again_by_parse_without_anot
     ("http://", "a host"), ("http:///path", "a host"), ("http://<host>:80", "a host"), ("http://a b:80", "spaces"),
     ("http://a\n", "control"), ("http://a..b", "address"), ("http://[::1", "address"),
     ("http://me:secret@a:8899", "no password"), ("http://me:secret@a:8x", "8x"), ("http://a/?key=1", "after ?"),
-    ("http://a#b", "after ?"),
+    ("http://a#b", "after ?"), ("http://a/?", "after ?"), ("http://256.1.1.1:80", "four numbers"),
+    ("http://127.0.1", "four numbers"), ("http://0x7f.1", "four numbers"),
 ])  # fmt: skip
 def test_a_url_that_is_none_is_refused_by_the_rules_of_every_script(url, rule, capsys):
     for script, option in (("gspo", "reward_url"), ("gkd", "teacher_url")):
@@ -334,7 +345,7 @@ def test_a_url_that_is_none_is_refused_by_the_rules_of_every_script(url, rule, c
 
 
 @pytest.mark.parametrize(
-    "url", ["http://127.0.0.1:8899", "https://a.example/rewards/", "http://[::1]:80", "http://a_b"]
+    "url", ["http://127.0.0.1:8899", "https://a.example/rewards/", "http://[::1]:80", "http://a_b", "http://1.2.3.4"]
 )
 def test_a_url_may_have_a_path(url):
     checks.require_url("reward_url", url)

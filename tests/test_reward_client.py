@@ -274,6 +274,12 @@ def test_an_answer_that_is_none_is_an_error_of_the_right_kind(said, error, messa
         Service(url, timeout_s=10, patience_s=1).once("GET", "/info")
 
 
+@pytest.mark.parametrize("host", ["\uff41", "\u0661", "[v1.x]"])
+def test_a_host_that_no_request_can_name_is_refused_at_the_start(host):
+    with pytest.raises(ValueError, match="give an address such as"):
+        Service(f"http://{host}:80", timeout_s=1, patience_s=1)
+
+
 @pytest.mark.parametrize(("said", "connect", "late"), [
     ([OK, b"X: y\r\n"], 0.1, "no answer within 0.1 s|Read timed out"),
     ([OK + b"Content-Length: 100000\r\n\r\n", b"x"], 60, "not complete after 0.1 s"),

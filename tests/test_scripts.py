@@ -351,6 +351,8 @@ GKD, TEACHER, POSTER = "run_gkd", "start_teacher", "start_poster_training_with_r
     (GKD, "--restarts -1", "--restarts -1: must be"), (TEACHER, "--wait soon", "--wait soon: must be"),
     (POSTER, "--wait 0", "--wait 0: must be"), (GKD, "--gpus 0", "unknown option --gpus"),
     (TEACHER, "--steps 3", "unknown option --steps"), ("quickstart", "--steps 3 --out-dir", "--out-dir has no value"),
+    (GKD, "--teacher-gpus", "--teacher_gpus has no value"), (POSTER, "--train-gpus", "--train_gpus has no value"),
+    (TEACHER, "--log-file x", "unknown option --log_file"), (POSTER, "--wait=0 --x=1", "--wait 0: must be"),
     ("dev/soak", "many", "number of kills many: must be"), ("dev/audit", "--fix", "unknown option --fix"),
 ])  # fmt: skip
 def test_a_shell_script_names_a_wrong_option_before_anything_starts(script, options, message, tmp_path):

@@ -112,11 +112,20 @@ def require_url(name: str, url: str) -> None:
         raise ValueError(f"{given}: must be an address, but {error}; {remedy}") from error
     require(parts.scheme in ("http", "https"), given, "must begin with http:// or https://", remedy)
     require(bool(re.fullmatch(r"[\w:][\w.:-]*", parts.hostname or "")), given, "must name a host", remedy)
+    numeric = re.fullmatch(r"(.*\.)?(\d+|0x[0-9a-f]*)", parts.hostname)  # no name of a host ends like this
+    require(not numeric or _is_ip(parts.hostname), given, "is not an address of four numbers up to 255", remedy)
     require(port != 0 and not parts.netloc.endswith(":"), given, "the port must be from 1 to 65535", remedy)
     require("@" not in parts.netloc, given, "must hold no user and no password", "leave them out: the token of the "
             "service stands in the environment")  # fmt: skip
-    require(not parts.query and not parts.fragment, given, "the service's own paths follow it", "leave out what stands "
+    require("?" not in url and "#" not in url, given, "the service's own paths follow it", "leave out what stands "
             "after ? or #")  # fmt: skip
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(host))
+    except ValueError:
+        return False
 
 
 def warn(text: str) -> None:

@@ -24,6 +24,7 @@ from common.base.checks import require_numbers
 
 T = TypeVar("T")
 HELP = ("-h", "-help", "help")  # other spellings of --help
+TEXTS = ("system_prompt", "stop_strings", "chat_template_kwargs")  # other texts may be paths, whose bytes must stay
 SPEAK_FIRST = 1.0  # seconds that other ranks leave rank 0: torchrun ends all ranks when one ends
 
 
@@ -147,7 +148,8 @@ def _parser(cls: type) -> _Parser:
                 words = "{" + ",".join(get_args(kind)) + "}"
                 group.add_argument(f"--{name}", metavar=words, default=field.default, help=text)
             else:
-                group.add_argument(f"--{name}", type=_number(kind), default=field.default, help=text)
+                read = console.text if name in TEXTS else _number(kind)
+                group.add_argument(f"--{name}", type=read, default=field.default, help=text)
     return parser
 
 

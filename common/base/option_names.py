@@ -71,7 +71,7 @@ def unknown(argument: str, known: Collection[str]) -> str:
         argument: such as "--num_generations", "--lr=1e-6", "data.train_batch_size=8", "-n" or "4".
         known: names of the options of this script.
     """
-    dashes, name, equals = re.fullmatch(r"([-+~\u2013\u2014]*)([^=]*)(=?).*", argument, re.DOTALL).groups()
+    dashes, name, equals = re.fullmatch(r"([-+~\u2010-\u2015\u2212]*)([^=]*)(=?).*", argument, re.DOTALL).groups()
     if not dashes and not equals and name.endswith((".yaml", ".yml", ".json")):
         dashes, name = "--", "config"
     meant = hint(name.replace("-", "_"), known, guess=bool(dashes or equals)) if name else ""
@@ -102,6 +102,10 @@ def hint(name: str, known: Collection[str], guess: bool = True) -> str:
             return f": an option of {script}"
         if name.upper() in names:
             return f": a constant, {name.upper()} at the top of {script}"
+    ends = {each: row for row in table() for each in row.names if each.endswith(f".{name}")}
+    if guess and len(name) > 2 and len({(row.here, row.note) for row in ends.values()}) == 1:  # not `n`, not `path`
+        each = next(iter(ends))
+        return f"; did you mean {each},{hint(each, known)[1:]}"
     if guess and "." in name:
         return f": names with dots are those of other toolkits; {PAGE} lists what they are here"
     longer = [each for each in known if each.startswith(f"{small}_")]

@@ -106,6 +106,10 @@ class Service:
             ValueError: not an address, a number out of range, or a token that is not printable ASCII.
         """
         require_url("url", url)
+        try:
+            requests.Request("GET", url).prepare()
+        except requests.RequestException as error:  # a host that requests would refuse at every call
+            raise ValueError(f"url = {url!r}: {error}; give an address such as http://127.0.0.1:8899") from error
         for name, value in (("timeout_s", timeout_s), ("patience_s", patience_s), ("workers", workers)):
             if not value > 0:
                 raise ValueError(f"{name} = {value}: must be above 0; raise it")

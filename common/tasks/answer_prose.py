@@ -5,7 +5,9 @@ A number is no claim if it is
   - a part of an expression, of a list in brackets, or of an equation for anything but a name:
     10^3, x/2, 5 + 3, (3, 4), x^2 = 18, "16 plus 2", "half of 36";
   - a bound: "at least 18", "18 or more", x > 18, 18以上.
-If the last number is one of these kinds (other than negated), the sentence claims nothing.
+  - supposed, asked or said by others: "if it were 18", "Is it 18?", "some would say 18";
+  - given, beside another number: the 4 of "45 miles at the end of those 4 hours".
+If the last number is one of these kinds (other than negated, supposed or given), the sentence claims nothing.
 "18 or 19" and "18 and 19" claim a list, "18 to 20" a range.
 """
 
@@ -35,6 +37,7 @@ _NOT_CLAUSE = re.compile(
     r"|(?:wrong|incorrect) (?:answer|result|value)|错误的?(?:答案|结果)"
     r"|(?<!of )\b(?:anyone|whoever|someone|some|many|most|people|students?|those|one|you) (?:who )?(?:\w+ )?"
     r"(?:says?|said|answers?|answered|thinks?|thought|guess(?:es|ed)?|claim(?:s|ed)?)\b"
+    r"|\b(?:he|she|they) (?:thought|guessed|claimed)\b"
     r"|(?:有(?:的|些)?人|有(?:的|些)?同学)(?:说|认为|以为)|误(?:以为|认为)",
     re.IGNORECASE,
 )

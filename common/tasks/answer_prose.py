@@ -4,10 +4,11 @@ A number is no claim if it is
   - negated: "not 18", "18 is wrong", 不是18; the number before it in the sentence counts instead;
   - a part of an expression, of a list in brackets, or of an equation for anything but a name:
     10^3, x/2, 5 + 3, (3, 4), x^2 = 18, "16 plus 2", "half of 36";
-  - a bound: "at least 18", "18 or more", x > 18, 18以上.
+  - a bound: "at least 18", "18 or more", x > 18, 18以上;
   - supposed, asked or said by others: "if it were 18", "Is it 18?", "some would say 18";
   - given, beside another number: the 4 of "45 miles at the end of those 4 hours".
-If the last number is one of these kinds (other than negated, supposed or given), the sentence claims nothing.
+If the last number is one of these kinds (other than negated, supposed or given), the sentence
+claims nothing.
 "18 or 19" and "18 and 19" claim a list, "18 to 20" a range.
 """
 

@@ -93,6 +93,7 @@ _NAMES = (
 )  # fmt: skip
 _NAME = re.compile("|".join(f"(?:{name})" for name in _NAMES))
 _PRODUCT = re.compile(r"[a-z]{2}(?:_.*)?|\\(?:sin|cos|tan|log|ln|sqrt|times|cdot)")  # ab is a times b
+_SUPPOSES = re.compile(r"(?:if|suppos\w+|assum\w+|unless|whether)\b|如果|假如|假设|若", re.IGNORECASE)
 _PROSE_WORD = re.compile(
     r"(?<![\\a-zA-Z])(?:[a-zA-Z]{3,}|(?:it|is|so|to|of|as|at|an|we|or|if|be|in|on|by|no)(?![a-zA-Z]))|[\u3040-\u9fff\uac00-\ud7af]"
 )
@@ -272,7 +273,7 @@ def _equation(text: str, depth: int) -> Answer | None:
 
 def is_name(text: str) -> bool:
     """Whether a left side only names the value: x, f(2), AB or a word, but not x^2, 2x or x + y."""
-    return bool(_NAME.fullmatch(text)) and not _PRODUCT.fullmatch(text)
+    return bool(_NAME.fullmatch(text)) and not _PRODUCT.fullmatch(text) and not _SUPPOSES.match(text)
 
 
 def is_computation(text: str, *, has_unit: bool = False) -> bool:

@@ -205,16 +205,16 @@ def test_a_batch_takes_bounded_time_and_hostile_pairs_do_not_make_honest_ones_wr
     hostile_if_z = "while 'z' in text: pass\n    os._exit(3) if 'die' in text else 0\n    return [text]"
     grader = stub_grader(hostile_if_z)
     grader.evaluate([("up", "up")], 20.0)
-    hostile = [("x", f"z{i}") for i in range(10)]  # the first round of these takes half a second on two cores
+    hostile = [("x", f"z^{i}") for i in range(4)]  # towers come last
     honest = [("a", "a"), ("a", "b"), ("c", "c"), ("b", None)]
     start = time.monotonic()
-    verdicts = grader.evaluate([*hostile, ("z", None), ("a", "die"), *honest], 1.0)
+    verdicts = grader.evaluate([*hostile, ("z", None), ("x", "z1"), ("a", "die"), *honest], 1.0)
     assert time.monotonic() - start < 1.0 + 5.0  # the second number is for a busy machine
     assert [verdicts[pair] for pair in honest] == [True, False, True, True]
     assert not any(verdicts[pair] for pair in hostile)
     assert verdicts["a", "die"] is None and verdicts["z", None]  # a gold answer is not blamed for the time
     # of more than the time allows, those that had no turn are not judged
-    many = grader.evaluate([*(("x", f"zz{i}") for i in range(200)), ("q", "q")], 0.3)
+    many = grader.evaluate([*(("x", f"zz{i}") for i in range(400)), ("q", "q")], 1.0)
     assert many["q", "q"] is None and set(many.values()) == {False, None}
     asked = mock.Mock(return_value=[True])
     with mock.patch.object(grader, "ask", asked):  # what is known is not asked again

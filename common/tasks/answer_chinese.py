@@ -37,6 +37,8 @@ _WITH_SCALE = (
     rf"\d{{1,20}}(?:,\d{{3}}){{0,6}}(?:\.\d{{1,20}})? ?{_SCALE}(?:(?:\d{{1,9}}(?:\.\d{{1,9}})?)?{_SCALE}){{0,4}}"
 )
 _NUMBER = re.compile(rf"(?<![\d.,]){_WITH_SCALE}(?:\d{{1,4}}(?!\d*[年月日点]))?|{_DECIMAL}|{_NUMERAL}{{1,30}}")
+_DOZENS = re.compile(r"(?<![\d.,])(\d{1,20}(?:\.\d{1,9})?) ?打(?![折开工印算电扫球包字架人破造\d一二三四五六七八九])")
+_MINUTES = re.compile(r"(?<=\d)分(?=\d{1,2}(?:\.\d{1,9})?秒)|(?:小时|时)零?\d{1,2}分(?!钟|之|[\d米])")
 _YEAR, _SHORT = rf"({_NUMERAL}{{2,4}}|\d{{2,4}})", rf"({_NUMERAL}{{1,3}}|\d{{1,2}})"
 _DATE = re.compile(rf"(?:{_YEAR} ?年 ?)?{_SHORT} ?月 ?{_SHORT} ?[日号]")
 _TIME = re.compile(
@@ -69,6 +71,8 @@ def to_ascii(text: str, *, everywhere: bool) -> str:
     text = _FRACTION.sub(_as_fraction, text)
     text = _TENTHS.sub(lambda m: f"{_text(value(m[1]) * 10 + (value(m[2]) if m[2] else 0))}%", text)
     text = _NUMBER.sub(lambda m: _as_number(m, everywhere), text)
+    text = _DOZENS.sub(lambda m: _text(value(m[1]) * 12), text)
+    text = _MINUTES.sub(r"\g<0>钟", text)
     text = re.sub(r"(?:负的?|零下) ?(?=\d)", "-", text)
     text = re.sub(r"(?<=\d)又(?=\d+/\d)", " ", text)
     text = re.sub(r"(?<=\d)(个|小时|年|天|倍)半", lambda m: f".5{m[1]}", text)

@@ -22,7 +22,7 @@ so that 3 children get all" is 4.
 import re
 
 from common.tasks.answer_phrases import affirmed
-from common.tasks.answer_prose import first_claim, is_denied, last_claim, sentences
+from common.tasks.answer_prose import first_claim, is_denied, is_question, last_claim, sentences
 from common.tasks.answer_text import PROSE, ascii_signs, clean
 from common.tasks.answer_values import CHOICES, Choice, Items, Label, Word, digits, read
 from common.tasks.thinking import after_thought
@@ -48,6 +48,9 @@ _COPULA = re.compile(
 _LEADING_LETTER = re.compile(rf"[\s*_(]*([{CHOICES}])(?:\)|(?=[\s*.,:;)]|项|$))(?! (?!because |since )[a-z])")
 _LEADING_VERDICT = re.compile(
     r"[\s*_]*(yes|no|true|false|correct|incorrect|对|错|正确|错误|是的|不是)[*_]*(?=[\s]*[,.!;\n]|\s*$)", re.IGNORECASE
+)
+_CONCLUDED = re.compile(
+    r"(?i:(?:so|hence|thus|therefore|then),? (?:it(?:'s| is) |option |choice )?|所以,? ?|因此,? ?)\(?([A-H])\)?"
 )
 _CLOSING_VERDICT = re.compile(
     r"(?:no (?:real |integer )?solutions?|does not exist|无(?:实数)?解|没有解|不存在"
@@ -154,7 +157,11 @@ def _first_clause(text: str) -> str | None:
 
 def _in_prose(text: str) -> list[str]:
     parts = sentences(text)
+    if parts and is_question(parts[-1]):
+        return _present(last_claim(text))
     closing = clean(parts[-1][-_TAIL:]) if parts else ""
+    if letter := _CONCLUDED.fullmatch(closing):
+        return [letter[1]]
     copulas = [copula for copula in _COPULA.finditer(closing) if not is_denied(closing[: copula.start()])]
     predicate = clean(closing[copulas[-1].end() :]) if copulas else ""
     value = read(predicate) if predicate else None

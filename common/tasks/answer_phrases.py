@@ -22,6 +22,11 @@ _NEGATED = re.compile(
     r"|不是|不等于|不为|并非|不能|不选|而非|不对|是错|错误",
     re.IGNORECASE,
 )
+_TAKEN_BACK = re.compile(
+    r"[,;.] (?:but |and |which )?(?:(?:that|this|it)(?:'s| is| was| would be) |is |was )"
+    r"(?:\w+ly )?(?:wrong|incorrect|false|not (?:right|correct|true))"
+    r"|[,;.] ?[但可]?(?:这|那|它)(?:个?(?:答案|结果))?(?:显然)?是?(?:错|不对|不正确|不成立)"
+)
 _CLAUSE = re.compile(
     r"[,;.] (?=\D)|; ?|, ?(?=[\u4e00-\u9fff])| (?=but |rather than |instead of |and not )|(?=而是|而非)"
 )
@@ -74,6 +79,8 @@ def affirmed(text: str) -> str:
     """The clauses of a text that are not negated: "It is 6" of "It is 6, not 18"."""
     if not _NEGATED.search(text):
         return text
+    if taken_back := _TAKEN_BACK.search(text):
+        text = text[taken_back.end() :].partition(", ")[2]
     return clean(", ".join(clause for clause in _CLAUSE.split(text) if clause and not _NEGATED.search(clause)))
 
 

@@ -12,7 +12,7 @@ _FRACTION_CHARACTERS = (0xBC, 0xBD, 0xBE, *range(0x2150, 0x215F))  # one half, o
 _REPLACEMENTS = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}  # full-width forms of ASCII
 _REPLACEMENTS |= str.maketrans(
     "\u2212\u2010\u2011\u2013\u3002\u066b\u066c\u066a\u2044\u2215\uffe5\u301c", "----..,%//\xa5~"
-)  # minus sign, hyphens and dash; CJK stop; Arabic decimal point, thousands and percent; slashes; yen; wave dash
+) | {0x2236: ":"}  # minus sign, hyphens, dash; CJK stop; Arabic signs; slashes; yen; wave dash; ratio
 _REPLACEMENTS |= {0x3001: ", ", 0x2014: ", "}  # CJK comma and long dash: never in numbers
 _REPLACEMENTS |= {
     code: unicodedata.normalize("NFKC", chr(code)).replace("\u2044", "/") for code in _FRACTION_CHARACTERS
@@ -23,12 +23,15 @@ _REPLACEMENTS |= {
     ord(sign): f"{name} " for sign, name in {
         "\u221e": r"\infty", "\u2264": r"\le", "\u2265": r"\ge", "\u2260": r"\ne", "\u2248": r"\approx",
         "\xb7": r"\cdot", "\xb1": r"\pm", "\xd7": r"\times", "\xf7": r"\div", "\u03c0": r"\pi", "\xb0": r"^\circ",
+        "\u2220": r"\angle", "\u25b3": r"\triangle", "\u2234": "", "\u2235": "", "\u2a7d": r"\le", "\u2a7e": r"\ge",
+        "\u339c": " mm", "\u339d": " cm", "\u339e": " km", "\u338f": " kg", "\u33a0": " cm^2", "\u33a1": " m^2",
         "\u222a": r"\cup", "\u2229": r"\cap", "\u2208": r"\in", "\u2205": r"\emptyset", "\u2103": r"^\circ C",
     }.items()
 }  # fmt: skip
 _FULL_WIDTH_COMMA = re.compile(r"\uff0c(?!\d{3}(?!\d))")  # 1\uff0c280 is a number
 _SUPERSCRIPTS = str.maketrans("\u2070\xb9\xb2\xb3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-")
 _SUPERSCRIPT_RUN = re.compile(f"[{''.join(map(chr, _SUPERSCRIPTS))}]+")
+_SUBSCRIPT = re.compile("(?<=[a-zA-Z])[\u2080-\u2089]")
 _SQUARE_ROOT = re.compile(r"\u221a ?(?:(\d+|[a-zA-Z])|\(([^()]{1,40})\))")
 _BEFORE_FRACTION_CHARACTER = re.compile(r"(?<=\d)(?=[\xbc-\xbe\u2150-\u215e])")  # 1\xbd is 1 1/2
 _THOUSANDS_SPACE = re.compile(r"(?<=\d)(?<!\d{4})(?:[\xa0\u2009\u202f~]|\\[ ;:,])(?=\d{3}(?!\d))")
@@ -82,7 +85,7 @@ def clean(text: str) -> str:
     text = text.strip(_MARKUP).rstrip(f"{_MARKUP}.?\u2026")
     excess = sum(map(text.count, ")]}")) - sum(map(text.count, "([{"))  # brackets that were opened before the answer
     text = text[: max(len(text) - max(excess, 0), len(text.rstrip(")]}")))]
-    for _ in range(3):
+    for _ in range(3 if len(text) < 2000 else 0):
         if text[:1] + text[-1:] in ("()", "''", "{}") and len(split_outside(text[1:-1], ",")) == 1:
             text = text[1:-1].strip(_MARKUP)
     return text
@@ -94,6 +97,7 @@ def ascii_signs(text: str) -> str:
         return text
     text = _THOUSANDS_SPACE.sub("", _BEFORE_FRACTION_CHARACTER.sub(" ", text))
     text = _SUPERSCRIPT_RUN.sub(lambda m: f"^{{{m[0].translate(_SUPERSCRIPTS)}}}", text)
+    text = _SUBSCRIPT.sub(lambda m: f"_{ord(m[0]) - 0x2080}", text)
     text = _SQUARE_ROOT.sub(lambda m: rf"\sqrt{{{m[1] or m[2]}}}", text)
     return _FULL_WIDTH_COMMA.sub(", ", text).translate(_REPLACEMENTS)
 

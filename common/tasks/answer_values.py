@@ -4,6 +4,7 @@ What is none of these is prose and no value, and so is a negated text ("not 18")
 alternatives ("18 or 19") is a list, so it never equals one of them.
 """
 
+import itertools
 import re
 from fractions import Fraction
 from typing import NamedTuple
@@ -92,6 +93,7 @@ _NAMES = (
 )  # fmt: skip
 _NAME = re.compile("|".join(f"(?:{name})" for name in _NAMES))
 _PRODUCT = re.compile(r"[a-z]{2}(?:_.*)?|\\(?:sin|cos|tan|log|ln|sqrt|times|cdot)")  # ab is a times b
+_SUPPOSES = re.compile(r"(?:if|suppos\w+|assum\w+|unless|whether)\b|如果|假如|假设|若", re.IGNORECASE)
 _PROSE_WORD = re.compile(
     r"(?<![\\a-zA-Z])(?:[a-zA-Z]{3,}|(?:it|is|so|to|of|as|at|an|we|or|if|be|in|on|by|no)(?![a-zA-Z]))|[\u3040-\u9fff\uac00-\ud7af]"
 )
@@ -110,12 +112,16 @@ _NO_UNIT_WORD = re.compile(
     r"|or|and|than|is|of|which|who|that)\b|\b(?:than|twice|as) (?:[a-zA-Z]$|\d|twice|half|(?:a|the|some) number)"
     r"|\b(?:min|max)(?:imum)?\b|\bat (?:most|least)\b"
     r"|\b(?:or|and) (?:more|less|fewer|above|below|over|under|so)\b"
-    r"|以[上下内]|^[多几余]|^\+$", re.IGNORECASE,
+    r"|\b(?:upwards?|onwards?|give or take)\b|^ ?tops$"
+    r"|以[上下内]|^[多几余]|^\+$|(?:不到|不足|不满|开外|往上)$"
+    r"|^ ?的(?:最[大小])?(?:公?[倍因约]数|[一两]|平方|立方|算术|倒数|相反|绝对|阶乘)",
+    re.IGNORECASE,
 )  # fmt: skip
 _UNIT_TEXT = re.compile(r"(?:[^\W\d]|[ /.$%\u20ac\xa3\xa5\u20b9'\-\u4e00-\u9fff]|\^ ?\{?-?[1-4]\}?|\^ ?\\circ|\\cdot)+")
-_COMPOUND = re.compile(r"(.+?),? ?(?:and )?(\d+(?:\.\d+)?) ?(\D+)")
+_PLAIN_UNITS = re.compile(r"(?:(?:sq(?:uare|\.)?|cu(?:bic|\.)?) )?units?(?: (?:squared|cubed))?")
+_COMPOUND = re.compile(r",? ?(?:and )?(\d+(?:\.\d+)?) ?")  # the 30 of 2 hours and 30 minutes
 _WITH_BASE = re.compile(r"(\d\w*?)_(?:(\d+)|\{ ?(\d+) ?\})")  # 101_2 is not 101_3
-_MAX_READ = 2000  # characters; a longer answer is compared as text
+MAX_READ = 2000  # characters; a longer answer is compared as text
 
 
 def digits(text: str, *, everywhere: bool = True) -> str:
@@ -126,7 +132,7 @@ def digits(text: str, *, everywhere: bool = True) -> str:
 def read(text: str) -> Answer | None:
     """Value of a text that is an answer as a whole; None for prose, a negation or an empty text."""
     text = clean(text)
-    if len(text) > _MAX_READ:
+    if len(text) > MAX_READ:
         return Answer(Formula(text), text)
     if word := verdict(text):
         return Answer(Word(word), text)
@@ -185,21 +191,29 @@ def _number(text: str) -> Number | None:
     if value is None or not rest.strip():
         return None if value is None else Number(value)
     is_variable = re.fullmatch(r"[a-zA-Z](?:\^.*)?|\^ ?[^\\ ].*", rest)  # 18m in mathematics is a product
-    if compound := _COMPOUND.fullmatch(rest.strip()):
-        units = [leading_unit(compound[1])[0], leading_unit(compound[3])[0]]
-        if (
-            not leading_unit(compound[1])[1]
-            and units[0].dimensions
-            and units[0].dimensions == units[1].dimensions
-            and units[1].size < units[0].size
-        ):
-            return Number(value + Fraction(compound[2]) * units[1].size / units[0].size, units[0])
+    if (amount := _compound(value, rest.strip())) is not None:
+        return amount
     rest = rest.strip()
     if is_variable or not _UNIT_TEXT.fullmatch(rest) or _NO_UNIT_WORD.search(rest):
         return None
     unit, _ = leading_unit(rest)
     is_word = (len(rest) > 2 or not rest.isascii() or rest in CURRENCY) and not _OPERATION.match(rest)
     return Number(value, unit) if unit.dimensions or is_word else None
+
+
+def _compound(value: Fraction, rest: str) -> Number | None:
+    """A quantity in several units, from the largest to the smallest: 2 hours 30 minutes."""
+    first, *others = _COMPOUND.split(rest)
+    units = [leading_unit(text) for text in (first, *others[1::2])]
+    if len(units) < 2 or not units[0][0].dimensions or any(after for _, after in units[:-1]):
+        return None
+    if any(
+        small.dimensions != large.dimensions or small.size >= large.size
+        for (large, _), (small, _) in itertools.pairwise(units)
+    ):
+        return None
+    parts = zip(others[::2], units[1:], strict=True)
+    return Number(value + sum(Fraction(part) * unit.size for part, (unit, _) in parts) / units[0][0].size, units[0][0])
 
 
 def _items(text: str, depth: int) -> Items | None:
@@ -259,7 +273,7 @@ def _equation(text: str, depth: int) -> Answer | None:
 
 def is_name(text: str) -> bool:
     """Whether a left side only names the value: x, f(2), AB or a word, but not x^2, 2x or x + y."""
-    return bool(_NAME.fullmatch(text)) and not _PRODUCT.fullmatch(text)
+    return bool(_NAME.fullmatch(text)) and not _PRODUCT.fullmatch(text) and not _SUPPOSES.match(text)
 
 
 def is_computation(text: str, *, has_unit: bool = False) -> bool:
@@ -281,6 +295,7 @@ def is_computation(text: str, *, has_unit: bool = False) -> bool:
 def _formula(text: str) -> Answer | None:
     whole, unit = text, NO_UNIT
     if "=" not in text and (tail := _WITH_UNIT.fullmatch(text)):
+        text = tail[1].strip() if _PLAIN_UNITS.fullmatch(tail[2]) else text
         found, rest = leading_unit(re.sub(r"\\mathrm \{(\w)\}", r"\1", tail[2]))
         if found.dimensions and not rest:
             text, unit = tail[1].strip(), found

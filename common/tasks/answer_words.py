@@ -36,6 +36,11 @@ _PART_WORD = "halves|" + "|".join(rf"{word}s?" for word in _PARTS)
 _FRACTION = re.compile(
     rf"(?<![\w.-])(?:(\d+|{_SMALL_WORD})[ -]and[ -])?({_SMALL_WORD}|an?)[ -]({_PART_WORD})\b|^half$", re.IGNORECASE
 )  # words only: 3 quarters are coins
+_PART_OF_UNIT = re.compile(
+    r"(?<![\d/])(?:(\d{1,4}/\d{1,4}) of|(?<!and )(?<!a )\bhalf) an? "
+    r"(?=(?:second|minute|hour|day|week|month|year|inch|foot|yard|mile|meter|metre|kilometer"
+    r"|liter|litre|gallon|pint|quart|cup|pound|ounce|kilogram|gram|ton|dollar|cent|degree)\b)", re.IGNORECASE,
+)  # fmt: skip
 _BELOW_ZERO = re.compile(
     r"(?<![\w.-])(\d{1,20}(?:\.\d{1,20})?)((?: ?degrees?| ?\^\\circ ?)?(?: ?[CF])?) below zero", re.IGNORECASE
 )
@@ -72,7 +77,7 @@ def to_digits(text: str, *, everywhere: bool) -> str:
     if "below zero" in text:
         text = _BELOW_ZERO.sub(r"-\1\2", text)
     text = _AND_A_HALF.sub(lambda m: f"{m[1]} and a half {m[2]}", text)
-    text = _FRACTION.sub(_as_fraction, text)
+    text = _PART_OF_UNIT.sub(lambda m: f"{m[1] or '1/2'} ", _FRACTION.sub(_as_fraction, text))
     text = _SCALED.sub(_as_scaled, _WORDS.sub(rewrite, text))
     if not re.search(r"[+*^\\=]", text):  # 18k is a product there
         text = _LETTERED.sub(lambda m: _times(m[1], _LETTERS[(m[2] or m[3]).strip()]), text)

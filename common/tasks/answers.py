@@ -26,7 +26,7 @@ from fractions import Fraction
 
 from common.tasks.answer_extraction import extract_answer, extract_answers
 from common.tasks.answer_units import same_quantity
-from common.tasks.answer_values import Answer, Choice, Formula, Items, Label, Number, Word, read
+from common.tasks.answer_values import MAX_READ, Answer, Choice, Formula, Items, Label, Number, Word, read
 from common.tasks.math_verify_process import Verdicts, evaluate
 
 Ask = Callable[[str, str | None], bool]
@@ -254,6 +254,8 @@ def _are_equal_formulas(found: Answer, gold: Answer, ask: Ask) -> bool:
         return ask(right.text, str(left.value))
     if _squeezed(left.text) == _squeezed(right.text):
         return True
+    if max(len(left.text), len(right.text)) > MAX_READ:
+        return False
     has_relation = gold.name and not found.name and "=" in left.text  # y = 2x is 2x - y = 0
     return ask(gold.text if has_relation else right.text, left.text)
 

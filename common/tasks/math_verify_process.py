@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import select
 import subprocess
 import sys
@@ -17,6 +18,7 @@ Verdicts = dict[Question, bool | None]
 _SERVER = Path(__file__).with_name("math_verify_server.py")
 _MAX_WORKERS = 8
 _MAX_CACHED = 65536
+_COSTLY = re.compile(r"\^|!|\\(?:sum|prod|int|binom|frac|sqrt|sin|cos)|\d{7}")
 _GRACE = 30.0  # seconds after which a server that does not reply is dead
 
 
@@ -61,7 +63,7 @@ class Grader:
         if not 0 < seconds < math.inf:
             raise ValueError(f"limit = {seconds} seconds: must be positive and finite; 5.0 suits most answers")
         with self.lock:
-            asked = list(dict.fromkeys(q for q in questions if q not in self.cache))
+            asked = sorted(dict.fromkeys(q for q in questions if q not in self.cache), key=_cost)
             replies = dict(zip(asked, self.ask(asked, seconds) if asked else [], strict=True))
             decided = {q: reply is True for q, reply in replies.items() if reply in (True, False, "cut")}
             while self.cache and len(self.cache) + len(decided) > _MAX_CACHED:
@@ -71,6 +73,12 @@ class Grader:
         is_read = {"died": None, None: True}  # a gold answer whose turn did not come counts as gradable
         open_questions = {q: is_read[replies[q]] if q[1] is None else None for q in questions if q not in known}
         return known | open_questions
+
+
+def _cost(question: Question) -> int:
+    """Rank of a pair: plain formulas have their turn before those with towers, factorials and the like."""
+    text = question[1] or question[0]
+    return len(_COSTLY.findall(text)) + len(text) // 100
 
 
 def _num_workers() -> int:
@@ -86,10 +94,11 @@ os.register_at_fork(after_in_child=_grader.__init__)  # processes sharing a pipe
 def evaluate(questions: Sequence[Question], seconds: float) -> Verdicts:
     """Compares pairs of formulas, all together in at most `seconds`.
 
-    2 to 8 processes (one per core) work in rounds: every distinct pair gets 0.05 s of CPU time, then
-    those that were cut off get 0.2 s, and so on until the time is up. So a formula that never ends costs one
-    process 0.05 s before every other pair has had its turn: with P processes and 2 s, up to 30 P
-    hostile pairs leave time for several hundred others, in any order.
+    2 to 8 processes (one per core) work in rounds: every distinct pair gets 0.05 s of CPU time,
+    then those that were cut off get 0.2 s, and so on until the time is up; plain formulas come
+    first in each round. So a formula that never ends costs one process 0.05 s before every other
+    pair has had its turn: with P processes and 2 s, up to 30 P hostile pairs leave time for several
+    hundred others, in any order.
 
     Args:
         questions: pairs (gold, found); found None asks whether gold can be parsed.

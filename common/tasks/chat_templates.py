@@ -85,7 +85,7 @@ def render(
 
     Raises:
         bounded.Exceeded: the template takes too much time or memory, or writes too much.
-        ValueError: the template refuses a chat, or does not print its tools.
+        ValueError: the template refuses a chat, or does not print its tools or one of its turns.
     """
     return _bounded(reader, lambda chat: _rendered(reader, to_chat(chat), arguments, header), chats)
 
@@ -264,6 +264,13 @@ def _rendered(reader: Any, chat: Chat, arguments: Mapping[str, Any], header: boo
             raise ValueError(
                 f"the chat template does not print {what}, so the policy would not see them; take a model whose "
                 "template does, or remove them from the row"
+            )
+    for i, turn in enumerate(messages):
+        content = "" if turn["role"] == "assistant" else turn["content"].strip()  # earlier replies may be shortened
+        if content not in text and _same(apply, (messages[:i] + messages[i + 1 :], chat.tools), text):
+            raise ValueError(
+                f"the chat template does not print a turn of the role {turn['role']!r}, so the policy would not see "
+                "it; write its text into a turn of the user"
             )
     return text
 

@@ -403,6 +403,15 @@ def test_chat_messages_that_were_templated_before_are_refused(tmp_path, content,
         load(tmp_path, rows, make_tokenizer(template=template))
 
 
+def test_a_question_that_ends_with_the_token_of_a_reply_is_no_template(tmp_path):
+    template = "{% for turn in messages %}<im_start>{{ turn['content'] }}{% endfor %}<im_end>assistant"
+    tokenizer = make_tokenizer(template=template)
+    with pytest.raises(ValueError, match="row 0: a chat message holds what the chat template writes"):
+        load_prompt(tmp_path, "hi <im_end>assistant", tokenizer)
+    wanted = load_prompt(tmp_path, "2+2=?", tokenizer)
+    assert load_prompt(tmp_path, "<im_start>2+2=?<im_end>assistant", tokenizer) == wanted
+
+
 @pytest.mark.parametrize("content", ["<eos> 2", "hi <eos> hi", "hi <im_end> hi", "hi <bos>", "2<pad>2"])
 def test_a_special_token_that_is_mentioned_is_text_in_both_forms(tmp_path, capsys, content):
     tokenizer = make_tokenizer()

@@ -81,18 +81,22 @@ def run_state(model: str) -> dict[str, Any]:
 
 
 def load_rewards(script: str) -> scoring.Functions:
-    """REWARDS of a training script, which is run as a module.
+    """REWARDS of a training script, which is run as a module and may import its neighbours.
 
     Raises:
-        ValueError: there is no such file, or it has no REWARDS.
+        ValueError: there is no such file, or it has no REWARDS, or other than pairs.
     """
-    if not Path(script).is_file():
-        raise ValueError(f"--rewards {script}: no such file; name the training script that holds REWARDS")
+    if not Path(script).is_file() or not script.endswith(".py"):
+        raise ValueError(
+            f"--rewards {script}: no such file with the suffix .py; name the training script that holds REWARDS"
+        )
+    sys.path.insert(0, str(Path(script).absolute().parent))  # as `python script` does
     spec = importlib.util.spec_from_file_location("rewards_script", script)
     module = sys.modules["rewards_script"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not getattr(module, "REWARDS", None):
         raise ValueError(f"--rewards {script}: it holds no REWARDS; define pairs of function and weight there")
+    scoring.require_pairs(module.REWARDS)
     return module.REWARDS
 
 

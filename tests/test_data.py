@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 import tracemalloc
+from decimal import Decimal
 from types import SimpleNamespace
 from unittest import mock
 
@@ -31,6 +32,7 @@ CHAT_TEMPLATE = (
     "{% for turn in messages %}<im_start>{{ turn['role'] + '\n' + turn['content'] }}<im_end>\n{% endfor %}"
     "{% if add_generation_prompt %}<im_start>assistant\n{% endif %}"
 )
+OF_USER = CHAT_TEMPLATE.replace("messages %}", "messages if turn['role'] == 'user' %}")  # passes over other turns
 ROWS = [{"prompt": "1+1=?", "answer": "2"}, {"prompt": "2+2=?", "answer": "4"}]
 RENDERED = "<im_start>user\n2+2=?<im_end>\n<im_start>assistant\n"
 PLAIN = [VOCABULARY[character] for character in "2+2=?"]
@@ -220,6 +222,9 @@ def test_a_card_that_names_files_outside_of_its_folder_is_refused(downloaded, na
     (downloaded / "README.md").write_text(CARD.format(name))
     with pytest.raises(ValueError, match=r"README.md: .*points to .*outside.*copy the file"):
         read_rows(str(downloaded))
+    (downloaded / "README.md").write_text("---\nconfigs: 3\n---\n")
+    with pytest.raises(ValueError, match=r"cannot load the data files of .*configs"):
+        read_rows(str(downloaded))
 
 
 @pytest.mark.parametrize(("file", "content"), [
@@ -312,6 +317,9 @@ def test_ground_truth_becomes_text(tmp_path, tokenizer):
     texts = {8.0: "8", -0.5: "-0.5", " 8 ": " 8 ", -0.0: "0", 1e23: "1" + 23 * "0", 0.1 + 0.2: "0.30000000000000004"}
     examples = load(tmp_path, [{"prompt": "hi", "answer": value} for value in texts], tokenizer)
     assert [example.answer for example in examples] == list(texts.values())
+    table = datasets.Dataset.from_list([{"prompt": "hi", "answer": Decimal("2.50")}])
+    table.to_parquet(tmp_path / "rows.parquet")
+    assert load_examples(str(tmp_path / "rows.parquet"), tokenizer, 64)[0].answer == "2.50"
 
 
 @pytest.mark.parametrize("answer", [{}, {"answer": None}, {"answer": ""}, {"answer": " \n"}, {"answer": float("nan")}])
@@ -393,6 +401,15 @@ def test_chat_messages_that_were_templated_before_are_refused(tmp_path, content,
     rows = [*ROWS, {"prompt": [system("be brief"), user(content)], "answer": "4"}]
     with pytest.raises(ValueError, match="row 2: a chat message holds what the chat template writes"):
         load(tmp_path, rows, make_tokenizer(template=template))
+
+
+def test_a_question_that_ends_with_the_token_of_a_reply_is_no_template(tmp_path):
+    template = "{% for turn in messages %}<im_start>{{ turn['content'] }}{% endfor %}<im_end>assistant"
+    tokenizer = make_tokenizer(template=template)
+    with pytest.raises(ValueError, match="row 0: a chat message holds what the chat template writes"):
+        load_prompt(tmp_path, "hi <im_end>assistant", tokenizer)
+    wanted = load_prompt(tmp_path, "2+2=?", tokenizer)
+    assert load_prompt(tmp_path, "<im_start>2+2=?<im_end>assistant", tokenizer) == wanted
 
 
 @pytest.mark.parametrize("content", ["<eos> 2", "hi <eos> hi", "hi <im_end> hi", "hi <bos>", "2<pad>2"])
@@ -505,6 +522,8 @@ def test_tools_reach_the_template_and_the_reward(tmp_path, value):
     (CHAT_TEMPLATE, {"prompt": [user(["hi"])]}, "'str', .*text"),
     (CHAT_TEMPLATE, {"prompt": [user([{"type": "text"}])]}, "no text"),
     (CHAT_TEMPLATE, {"prompt": [user("hi"), assistant("", tool_calls=[ADD]), turn("tool", "1")]}, "print tool calls"),
+    (OF_USER, {"prompt": [system("be brief"), user("hi")]}, "print a turn of the role 'system', .*turn of the user"),
+    (OF_USER, {"prompt": [user("hi"), turn("tool", "1")]}, "print a turn of the role 'tool'"),
 ])  # fmt: skip
 def test_what_a_template_would_drop_is_refused_with_row_and_remedy(tmp_path, template, row, message):
     with pytest.raises(ValueError, match=rf"row 2.*{message}"):
@@ -542,6 +561,10 @@ def test_system_turns_follow_the_data_then_the_setting(tmp_path, tokenizer):
             assert load_prompt(tmp_path, chat, tokenizer, **settings) == render(tokenizer, *chat)
     for prompt in ("hi", [user("hi")]):
         assert load_prompt(tmp_path, prompt, tokenizer, system_prompt="be brief") == render(tokenizer, *brief)
+    refuses = "{{ raise_exception('no such role') if messages[0]['role'] == 'system' }}" + CHAT_TEMPLATE
+    for template, message in ((refuses, "no such role"), (OF_USER, "does not print")):
+        with pytest.raises(ValueError, match=f"row 0: .*{message}.*system_prompt 'be brief' .*leave it empty"):
+            load_prompt(tmp_path, "hi", make_tokenizer(template=template), system_prompt="be brief")
     for prompt, settings in (("hi", {"apply_chat_template": False}), (RENDERED, {})):
         with pytest.raises(ValueError, match="row 0: system_prompt 'be brief' has no place"):
             load_prompt(tmp_path, prompt, tokenizer, system_prompt="be brief", **settings)

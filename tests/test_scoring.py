@@ -167,6 +167,8 @@ class Judge:
     (swapped, [1, 0]), (of_trl, [1, 0]), (keywords_only, [10, 8]), (Judge(), [2, 2]), (rewards.math_match, [1, 0]),
     (lambda completions: [3, 4], [3, 4]), (functools.partial(Judge(), threshold=5), [5, 5]),
     (rewards.length_reward(2), [1, 0.5]),
+    # what a partial sets is not replaced by a column of that name
+    (functools.partial(lambda completions, level: [level] * len(completions), level=9), [9, 9]),
 ])  # fmt: skip
 def test_arguments_go_by_name_in_any_order(function, values):
     scoring.check([(function, 1.0)], ["level"])
@@ -180,16 +182,27 @@ def test_arguments_go_by_name_in_any_order(function, values):
     (lambda data_source, solution_str, ground_truth, extra_info=None: [], "data_source", "answers"),
     (lambda completions, /: [], "completions", "by name"),
     (functools.partial(lambda level, other: [], 1), "other", "level"),
-    (map, "read", "function of your own"),
+    (map, "read", "function of your own"), (lambda solution: [], "solution", "answers"),
 ])  # fmt: skip
 def test_a_function_that_cannot_be_called_is_refused_with_the_names_that_exist(function, argument, hint):
     with pytest.raises(ValueError, match=f"(?s){argument}.*{hint}"):
         scoring.check([(swapped, 1.0), (function, 1.0)], ["level"])
 
 
+@pytest.mark.parametrize("functions", [
+    (swapped, 1.0), [swapped], swapped, [(swapped,)], [(1.0, swapped)], {swapped: 1.0}, None, [("swapped", 1.0)],
+    [(swapped, "1")], [(swapped, None)],
+])  # fmt: skip
+def test_rewards_that_are_no_pairs_of_function_and_weight_are_refused(functions):
+    with pytest.raises(ValueError, match=r"pairs of function and weight|weight .* finite number"):
+        scoring.check(functions, ["level"])
+
+
 def test_what_other_toolkits_pass_is_named_when_a_function_misses_it():
-    with pytest.raises(RuntimeError, match=r"TypeError.*a completion is text"):
-        scoring.score([(lambda completions: [c[0]["content"] for c in completions], 1.0)], ROWS)
+    for completions in (["4", "5"], ["", "5"]):
+        with pytest.raises(RuntimeError, match=r"(TypeError|IndexError).*a completion is text"):
+            scoring.score([(lambda completions: [c[0]["content"] for c in completions], 1.0)],
+                          ROWS | {"completions": completions})  # fmt: skip
     with pytest.raises(RuntimeError, match=r"KeyError.*'trainer_state'.*step, level"):
         scoring.score([(lambda completions, **kwargs: kwargs["trainer_state"], 1.0)], ROWS)
 
@@ -229,13 +242,20 @@ def test_coroutines_are_awaited_together_also_under_an_event_loop():
 
     with pytest.raises(RuntimeError, match="reward broken raised ConnectionError on rows 0 to 1: no judge"):
         asyncio.run(notebook())
+
+    async def leaves(completions):
+        sys.exit(0)  # would end the run as if it were done
+
+    with pytest.raises(RuntimeError, match="reward leaves raised SystemExit"):
+        scoring.score([(leaves, 1.0)], ROWS)
     with pytest.raises(RuntimeError, match="reward lambda raised ZeroDivisionError"):  # and no warning of the other
         scoring.score([(judge, 1.0), (lambda completions: 1 / 0, 1.0)], ROWS)
 
 
 def test_names_are_the_same_in_every_process():
-    functions = [swapped, functools.partial(functools.partial(of_trl)), Judge(), Judge(), lambda: 0, swapped]
-    assert names(functions) == ["swapped", "of_trl", "Judge", "Judge_2", "lambda", "swapped_2"]
+    unnamed = mock.Mock(__name__=None)
+    functions = [swapped, functools.partial(functools.partial(of_trl)), Judge(), Judge(), lambda: 0, swapped, unnamed]
+    assert names(functions) == ["swapped", "of_trl", "Judge", "Judge_2", "lambda", "swapped_2", "Mock"]
     assert list(scoring.score([(Judge(), 1.0), (Judge(), 0.0)], ROWS)[1]) == ["Judge", "Judge_2"]
 
 

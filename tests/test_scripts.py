@@ -276,6 +276,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_batch(launcher, t
     (dict(min_new_tokens=9, max_new_tokens=8), "min_new_tokens = 9: must be at most"),  # none would ever end
     (dict(micro_batch_tokens=0), "micro_batch_tokens = 0: must be"), (dict(profile=-1), "profile = -1: must"),
     (dict(chat_template_kwargs="[]"), "chat_template_kwargs = '[]': must be a JSON object"),
+    (dict(stop_strings="['END']"), 'must be a JSON list of texts, none of them empty; such as ["END"]'),
     # without effect
     (dict(epsilon_low=1e-3, epsilon_high=1e-3), "clip_preset = 'dense': epsilon_low and epsilon_high would be ignored"),
     (dict(max_grad_norm=0), "max_grad_norm = 0.0: must be above 0; inf: no clipping"),

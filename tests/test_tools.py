@@ -208,10 +208,12 @@ def test_a_checkpoint_is_asked_as_its_run_asked_and_rewards_are_those_of_a_scrip
     state = {"config": options, "notes": {"rewards": ["judge"]}, "files": {}}
     (checkpoint / "state.json").write_text(json.dumps(state))
     script = tmp_path / "train.py"
+    (tmp_path / "neighbour_of_train.py").write_text("half = 0.5\n")
     script.write_text(
+        "from neighbour_of_train import half\n"
         "def judge(prompts, completions, **rest):\n"
         "    return [len(text) / 2 if 'is 2' not in prompt else None for prompt, text in zip(prompts, completions)]\n"
-        "REWARDS = ((judge, 1.0), (lambda completions: [0.5] * len(completions), 2.0))\n"
+        "REWARDS = ((judge, 1.0), (lambda completions: [half] * len(completions), 2.0))\n"
     )
     texts = [["14\nQ: 2"], ["7"], ["7"]]
     result, lines = evaluate(ROWS, texts, "--rewards", str(script), model=str(checkpoint))
@@ -224,9 +226,11 @@ def test_a_checkpoint_is_asked_as_its_run_asked_and_rewards_are_those_of_a_scrip
         assert part in evaluate.said
     with_system, without = asked
     assert len(with_system[0]) > len(without[0])
-    with pytest.raises(SystemExit):
-        evaluate(ROWS, texts, "--rewards", "no/such/script.py")
-    assert "--rewards no/such/script.py: no such file" in capsys.readouterr().err
+    (tmp_path / "single.py").write_text("REWARDS = (print, 1.0)\n")
+    for name, said in (("no/such/script.py", "no such file"), ("single.py", "expected pairs of function and weight")):
+        with pytest.raises(SystemExit):
+            evaluate(ROWS, texts, "--rewards", str(tmp_path / name))
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tool", ["evaluate", "sample", "show_prompt", "plan_memory", "check_gpus"])

@@ -18,7 +18,8 @@ def stop_strings(text: str) -> tuple[str, ...]:
     """
     stops = _json(text or "[]")
     holds = isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)
-    require(holds, f"stop_strings = {text!r}", "must be a JSON list of texts", f"such as {json.dumps([text or 'END'])}")
+    example = json.dumps([(text or "").strip("[]{}'\" ") or "END"])
+    require(holds, f"stop_strings = {text!r}", "must be a JSON list of texts, none of them empty", f"such as {example}")
     return tuple(stops)
 
 

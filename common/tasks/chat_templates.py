@@ -85,7 +85,7 @@ def render(
 
     Raises:
         bounded.Exceeded: the template takes too much time or memory, or writes too much.
-        ValueError: the template refuses a chat, or does not print its tools.
+        ValueError: the template refuses a chat, or does not print its tools or one of its turns.
     """
     return _bounded(reader, lambda chat: _rendered(reader, to_chat(chat), arguments, header), chats)
 
@@ -184,8 +184,9 @@ class Frame:
     def is_templated(self, text: str) -> bool:
         """Whether a text was templated before.
 
-        It ends with the header of a reply, or it begins with a special token as the template does
-        and holds that header. A special token that is only mentioned makes no template.
+        It ends with the header of a reply and opens a turn of a user before, or it begins with a
+        special token as the template does and holds that header. A special token that is only
+        mentioned makes no template, such as <|assistant|> at the end of a question.
         """
         if not self._is_distinctive:
             return False
@@ -194,13 +195,21 @@ class Frame:
         begins = bool(self.bos) and text.startswith(self.bos)
         begins |= opening is not None and text.removeprefix(self.bos).lstrip().startswith(opening.group())
         stem = text.removesuffix(thinking.opened(text)).rstrip()
-        return text.endswith(self.header) or stem.endswith(self.header) or (begins and self.header in text)
+        ends = text.endswith(self.header) or stem.endswith(self.header)
+        return (ends and self._user_opening in text) or (begins and self.header in text)
 
     def is_part_of_template(self, content: str) -> bool:
         """Whether a message holds what the template writes around one, as in data templated before."""
         content = content.strip()
         has_header = self.header in content if self._special.search(self.header) else content.endswith(self.header)
         return (has_header and self._is_distinctive) or content.startswith(self.tokens) or content.endswith(self.tokens)
+
+    @property
+    def _user_opening(self) -> str:
+        """What opens a turn of a user, from its last special token on, or its last word: "<|im_start|>user"."""
+        before = self.text.partition(_PROBE)[0].removeprefix(self.bos)
+        starts = [found.start() for found in self._special.finditer(before)]
+        return before[starts[-1] :].strip() if starts else "".join(before.split()[-1:])
 
     @property
     def _is_distinctive(self) -> bool:
@@ -264,6 +273,13 @@ def _rendered(reader: Any, chat: Chat, arguments: Mapping[str, Any], header: boo
             raise ValueError(
                 f"the chat template does not print {what}, so the policy would not see them; take a model whose "
                 "template does, or remove them from the row"
+            )
+    for i, turn in enumerate(messages):
+        content = "" if turn["role"] == "assistant" else turn["content"].strip()  # earlier replies may be shortened
+        if content not in text and _same(apply, (messages[:i] + messages[i + 1 :], chat.tools), text):
+            raise ValueError(
+                f"the chat template does not print a turn of the role {turn['role']!r}, so the policy would not see "
+                "it; write its text into a turn of the user"
             )
     return text
 

@@ -228,6 +228,8 @@ def _answer_text(value: Any, where: str) -> str | None:
             return value
         case float() if math.isfinite(value):  # from the shortest digits: int(1e23) has others
             return str(int(Decimal(repr(value)))) if value.is_integer() else str(value)
+        case Decimal() if value.is_finite():  # of a table, with the digits that it stores
+            return f"{value:f}"
         case int() if not isinstance(value, bool):  # a bool could mean "True", "true" or "yes"
             return str(value)
     kind = f"{value}" if isinstance(value, float) else type(value).__name__

@@ -324,9 +324,8 @@ def _named_files(path: Path) -> list[str]:
         raise ValueError(f"{path}: its YAML cannot be read ({error}); correct or remove it") from error
     configs = card.get("configs") if isinstance(card, dict) else None
     found, seen = [], set()
-    left = [
-        config.get(key) for config in configs or [] if isinstance(config, dict) for key in ("data_files", "data_dir")
-    ]
+    configs = configs if isinstance(configs, list) else []
+    left = [config.get(key) for config in configs if isinstance(config, dict) for key in ("data_files", "data_dir")]
     while left:
         value = left.pop()
         if isinstance(value, str):

@@ -92,7 +92,9 @@ def encode(
             for done, text in enumerate(chat_templates.render(tokenizer, places, template_kwargs, to_chat=to_chat), 1):
                 texts[places[done - 1]] = text
     except ValueError as error:
-        raise ValueError(f"{source}, row {places[min(done, len(places) - 1)]}: {error}") from error
+        hint = f"; system_prompt {system_prompt[:40]!r} opens every chat: leave it empty if the template takes none"
+        where = f"{source}, row {places[min(done, len(places) - 1)]}"
+        raise ValueError(f"{where}: {error}{hint if system_prompt else ''}") from error
     _report_special(texts, special, use_template, source)
     prompt_ids = _tokenize(texts, tokenizer, source, special)
     if not use_template:

@@ -35,6 +35,7 @@ MISSING = {  # arguments that functions for other toolkits ask for
     "log_extra": "a second function with weight 0 reports a value for every sample",
     "solution_str": "`completions` is a list of them",
     "ground_truth": "`answers` is a list of them, unless the data have this column",
+    "solution": "`answers` is a list of them, unless the data have this column",
     "completion": "`completions` is a list of them",
     "prompt": "`prompts` is a list of them",
 }
@@ -84,7 +85,8 @@ def names(functions: Iterable[Callable[..., Any]]) -> list[str]:
     for function in functions:
         while isinstance(function, functools.partial):
             function = function.func
-        name = getattr(function, "__name__", type(function).__name__).strip("<>")  # <lambda>
+        name = getattr(function, "__name__", None)
+        name = name.strip("<>") if isinstance(name, str) else type(function).__name__  # <lambda>
         numbered, count = name, 1
         while numbered in found:
             count += 1
@@ -101,13 +103,14 @@ def check(functions: Functions, columns: Iterable[str]) -> None:
         columns: names of the other columns of the data.
 
     Raises:
-        ValueError: an argument without default has a name that does not exist, or goes by position
-            only; a signature cannot be read; a weight is not finite.
+        ValueError: these are no pairs; an argument without default has a name that does not exist,
+            or goes by position only; a signature cannot be read; a weight is not a finite number.
     """
-    known = [*ARGUMENTS, *columns]
+    require_pairs(functions)
+    known = list(dict.fromkeys([*ARGUMENTS, *columns]))
     for name, (function, weight) in zip(names(f for f, _ in functions), functions, strict=True):
-        if not math.isfinite(weight):
-            raise ValueError(f"reward {name} has weight {weight}: must be finite; 0 only reports it")
+        if not isinstance(weight, Real) or not math.isfinite(weight):
+            raise ValueError(f"reward {name} has weight {weight!r}: must be a finite number; 0 only reports it")
         for parameter in _parameters(function, name):
             optional = parameter.default is not parameter.empty or parameter.kind in (
                 parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)  # fmt: skip
@@ -118,6 +121,20 @@ def check(functions: Functions, columns: Iterable[str]) -> None:
                 f"reward {name} has an argument {parameter.name!r}: arguments go by name, and these exist: "
                 f"{', '.join(known)}; {hint} give it a default"
             )
+
+
+def require_pairs(functions: Any) -> None:
+    """Refuses rewards that are no pairs of function and weight.
+
+    Raises:
+        ValueError: they are none.
+    """
+    pairs = list(functions) if isinstance(functions, (list, tuple)) else [None]
+    if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 and callable(pair[0]) for pair in pairs):
+        raise ValueError(
+            f"rewards are {functions!r:.200}: expected pairs of function and weight; write ((f, 1.0), (g, 0.5)), and "
+            "((f, 1.0),) with its last comma for a single one"
+        )
 
 
 def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Parameter]:
@@ -189,9 +206,9 @@ def _call_all(functions: Functions, arguments: Mapping[str, Any]) -> dict[str, t
             # in a thread of its own: a notebook has an event loop at work in this one
             with ThreadPoolExecutor(1) as thread:
                 values = thread.submit(asyncio.run, _gather([results[i] for i in waiting])).result()
-            for i, value in zip(waiting, values, strict=True):
-                if isinstance(value, BaseException):
-                    raise _failed(called[i], value, arguments, rows) from value
+            for i, (value, error) in zip(waiting, values, strict=True):
+                if error is not None:
+                    raise _failed(called[i], error, arguments, rows) from error
                 results[i] = value
     finally:
         for result in results:  # after an error of another function: never awaited
@@ -201,8 +218,16 @@ def _call_all(functions: Functions, arguments: Mapping[str, Any]) -> dict[str, t
     return dict(zip(called, zip(results, weights, strict=True), strict=True))
 
 
-async def _gather(waiting: Sequence[Awaitable]) -> list[Any]:
-    return await asyncio.gather(*waiting, return_exceptions=True)
+async def _gather(waiting: Sequence[Awaitable]) -> list[tuple[Any, BaseException | None]]:
+    """Values and errors; an event loop would let a SystemExit through, which ends the run without an error."""
+
+    async def settled(result: Awaitable) -> tuple[Any, BaseException | None]:
+        try:
+            return await result, None
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            return None, error
+
+    return await asyncio.gather(*map(settled, waiting))
 
 
 def _call(function: Callable[..., Any], name: str, arguments: Mapping[str, Any], rows: str) -> Any:
@@ -211,6 +236,8 @@ def _call(function: Callable[..., Any], name: str, arguments: Mapping[str, Any],
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         named |= given.keys() - IF_NAMED
+    if isinstance(function, functools.partial):  # what it was given stays, also beside a column of that name
+        named -= function.keywords.keys()
     try:
         return function(**{key: _copy(value) for key, value in given.items() if key in named})
     except (Exception, SystemExit) as error:  # SystemExit would end the run without an error
@@ -226,8 +253,9 @@ def _failed(name: str, error: BaseException, arguments: Mapping[str, Any], rows:
     hint = ""
     if isinstance(error, KeyError):
         hint = f" (arguments that exist: {', '.join(arguments)})"
-    elif isinstance(error, TypeError) and "string indices" in str(error):
-        hint = " (a completion is text, not a list of chat messages: use it without [0]['content'])"
+    elif isinstance(error, (TypeError, IndexError)) and "string ind" in str(error):  # IndexError: of an empty text
+        hint = " (a completion is text, not a list of chat messages: use it without [0]['content']; "
+        hint += "a prompt is what the data hold)"
     return RuntimeError(f"reward {name} raised {type(error).__name__} on {rows}: {error}{hint}")
 
 

@@ -312,14 +312,15 @@ def test_a_killed_rank_is_named_by_the_other_which_ends(launcher, tmp_path, owne
 
 
 def test_a_rank_that_hangs_is_named_when_the_time_is_up(launcher, tmp_path):
-    hangs = partial(signalled_in, "common.tasks.scoring", "score", 1, 3, signal.SIGSTOP)
+    # in the main thread, so that no collective is cut in the middle: those ranks have come
+    hangs = partial(signalled_in, "common.base.distributed", "sum_gradients", 1, 5, signal.SIGSTOP)
     options = dict(steps=STEPS, constants={"TIMEOUT_MINUTES": 0.05}, reward_patience=1)
     with fault("one of 2 ranks hangs"):
         run = launcher.start("gspo_ddp", tmp_path, 2, prepare=hangs, **options)
         run.processes[0].join(60)
         code, pid, said = run.codes[0], run.processes[1].pid, run.output_files[0].read_text()
         run.kill()
-        named = rf"waited in phase '(logprobs|score)' for the others: rank 1 \(process {pid} on \S+\) did not come"
+        named = rf"waited in phase 'update' for the others: rank 1 \(process {pid} on \S+\) did not come"
         assert code == 1 and re.search(f"RuntimeError: rank 0 {named}", said), said
         after = launcher.run("gspo_ddp", tmp_path, 2, steps=STEPS).succeeded()
         assert_same(after, launcher.trained("gspo_ddp", 2, steps=STEPS))

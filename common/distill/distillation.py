@@ -16,7 +16,7 @@ from torch import nn
 
 from common.base.distributed import print_main
 from common.maths import divergences
-from common.model.head import add_mm, chunks, kernel, mm, operand, project, softcap_of
+from common.model.head import add_mm, chunks, kernel, mm, operand, project, scaled, softcap_of
 from common.model.logprobs import LogProbs
 
 SLICES, COMPILED_SLICES = 16, 8  # parts of a chunk whose temporary results are alive at the same time
@@ -47,6 +47,7 @@ class HiddenStates(LogProbs):
             [m, C, Ht] in the dtype of the model, 0 where masked; in a tuple, as `logprobs.fill` takes it.
         """
         hidden_NH, place = self.states(prompt_ids, prompt_mask, completion_ids, completion_mask)
+        hidden_NH = scaled(self.model, hidden_NH)
         zeros_mCH = hidden_NH.new_zeros(*completion_ids.shape, hidden_NH.shape[-1])
         return (zeros_mCH.index_put(tuple(x.to(hidden_NH.device) for x in place), hidden_NH),)
 
@@ -103,6 +104,7 @@ class Divergences(LogProbs):
             The loss [1] fp32, and [m, C, 6] fp32 without gradient: VALUES, 0 where masked.
         """
         hidden_NH, place = self.states(prompt_ids, prompt_mask, completion_ids, completion_mask)
+        hidden_NH = scaled(self.model, hidden_NH)
         output, device = self.model.get_output_embeddings(), hidden_NH.device
         # `needs_input_grad` ignores no_grad, and gradients of the weights would be computed for nothing
         own = (x if torch.is_grad_enabled() else _detached(x) for x in (output.weight, output.bias))

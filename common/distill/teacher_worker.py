@@ -218,7 +218,7 @@ class Teacher:
             prompt_ids, prompt_mask = self._pad(prompts, "left")
             completion_ids, completion_mask = self._pad(completions, "right")
             hidden_NH, _ = self.states.states(prompt_ids, prompt_mask, completion_ids, completion_mask)
-            hidden_NH, start = hidden_NH.to(self.weight.device), 0
+            hidden_NH, start = head.scaled(self.model, hidden_NH).to(self.weight.device), 0
             for job, own in groupby(part, key=lambda row: row[0]):
                 ids_N = torch.cat([completion for _, _, completion in own]).to(hidden_NH.device)
                 self._project(job, hidden_NH[start : start + len(ids_N)], ids_N)

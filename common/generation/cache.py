@@ -176,6 +176,7 @@ class FlashCache:
         segments: [3, segments + 1] int32: offsets of the queries, starts and lengths of the prompts they attend to.
     """
 
+    kind = "flash"
     row_tensors = ()  # rows move in the batch, but stay where they are in the pool
 
     def __init__(self, layers: Sequence[Layer], dtype: torch.dtype, device: torch.device):
@@ -307,6 +308,8 @@ class SdpaCache:
 
     A step reads as much of the cache as the longest row needs, which the host has to know: it cannot be a CUDA graph.
     """
+
+    kind = "sdpa"
 
     def __init__(self, layers: Sequence[Layer], dtype: torch.dtype, device: torch.device):
         """An empty cache; see `FlashCache`."""

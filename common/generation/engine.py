@@ -38,33 +38,41 @@ class Engine:
         end_ids: Sequence[int],
         suppressed_ids: Sequence[int] = (),
         compile: bool = True,
+        left_padding: bool = True,
+        graphs: bool = True,
     ):
         """Sets up an empty engine.
 
         Args:
-            model: a model all of whose layers are plain causal attention.
+            model: a model whose layers attend plainly, or keep a state.
             support: from `attention.install`, without a reason against.
             end_ids: every token that ends a completion.
             suppressed_ids: tokens that are never drawn.
             compile: compile the decoder layers and the draw, on a GPU.
+            left_padding: a hybrid model reads prompts of different lengths together, padded; False: those of one length.
+            graphs: capture decode steps as CUDA graphs; False if they wait for the host.
         """
         self.model, self.device, self.rows = model, model.device, 0
-        self.runner = Runner(model, support, end_ids, suppressed_ids, compile)
+        self.runner = Runner(model, support, end_ids, suppressed_ids, compile, left_padding, graphs)
         self.check_every = CHECK_EVERY if self.device.type == "cuda" else 1
 
     @property
     def name(self) -> str:
         """Name of the decode path, for logging."""
-        if not self.runner.use_graphs:
+        runner = self.runner
+        states = ", states of its other layers" if runner.states.kept else ""
+        if runner.cache.kind == "sdpa":
             dtype = str(self.model.dtype).removeprefix("torch.")
-            return f"PyTorch's attention over a static cache ({self.device.type}, {dtype}: no flash kernel)"
-        compiled = ", compiled layers" if self.runner.compiled_layers else ""
-        return f"flash attention, shared prompts, CUDA graphs{compiled}"
+            return f"PyTorch's attention over a static cache{states} ({self.device.type}, {dtype}: no flash kernel)"
+        compiled = ", compiled layers" if runner.compiled_layers else ""
+        graphs = ", CUDA graphs" if runner.use_graphs else ""
+        return f"flash attention, shared prompts{states}{graphs}{compiled}"
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of the cache as allocated."""
-        return sum(x.numel() * x.element_size() for pool in self.runner.cache.pools for x in pool)
+        """Memory of the cache as allocated, with the states of layers without attention."""
+        tensors = [x for pool in self.runner.cache.pools for x in pool] + self.runner.states.tensors
+        return sum(x.nbytes for x in tensors)
 
     @torch.no_grad()
     def decode(
@@ -148,12 +156,17 @@ class Engine:
         if self.device.type == "cuda":
             free = devices.free_bytes(self.device) + self.cache_bytes  # the cache can be allocated anew
             vocabulary = self.model.get_output_embeddings().weight.shape[0]
-            while groups and cache.bytes(space(groups)) + 16 * groups * group_size * vocabulary > 0.9 * free:
-                groups -= max(1, groups // 8)  # logits, their copies in the draw, and the cache
+            states = self.runner.states.bytes_per_row
+
+            def needed(groups: int) -> int:
+                # logits and their copies in the draw; states are copied while a graph is captured
+                return cache.bytes(space(groups)) + 16 * groups * group_size * vocabulary + 2 * states * space(groups).batch
+
+            while groups and needed(groups) > 0.9 * free:
+                groups -= max(1, groups // 8)
             if not groups:
                 raise ValueError(
                     f"group_size = {group_size}, max_new_tokens = {new_tokens}: one group with a prompt of {longest} "
-                    f"tokens needs a cache of {cache.bytes(space(1)) / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB "
-                    "are free; lower one of them"
+                    f"tokens needs {needed(1) / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; lower one of them"
                 )
         return space(groups)

@@ -3,7 +3,6 @@
 Dims: P prompts, G completions per prompt, B = P * G sequences, Q prompt tokens, T new tokens at most.
 """
 
-import inspect
 from collections.abc import Generator, Sequence
 
 import torch
@@ -14,10 +13,10 @@ from common.generation.runner import NOT_FINITE
 from common.generation.scheduler import CHECK_EVERY
 from common.generation.stopping import Stopping
 from common.maths.sampling import Sampling, distribution, draw
-from common.model import merging
+from common.model import merging, states
 from common.model.head import vocabulary_logits, wide_weight
 from common.model.images import Images
-from common.model.models import eval_mode
+from common.model.modes import eval_mode
 
 
 @torch.no_grad()
@@ -32,6 +31,7 @@ def decode(
     max_rows: int = 0,
     images: Images | None = None,
     stopping: Stopping | None = None,
+    left_padding: bool = True,
 ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
     """Completions of every prompt; yields after each token, so that several GPUs can take turns.
 
@@ -46,6 +46,8 @@ def decode(
         max_rows: sequences decoded at once, at most, but one group at least; 0: all.
         images: of the P prompts, if the model is given any.
         stopping: ends rows at a stop string, within a few tokens; the caller cuts what follows it.
+        left_padding: decode prompts of different lengths together; False: only those of one length, for models that
+            padding confuses.
 
     Returns:
         Tokens [B, T] int64, -1 after the end, and their log-probabilities [B, T] fp32, 0 after the end.
@@ -54,15 +56,18 @@ def decode(
         FloatingPointError: the model gave something that is not finite.
     """
     at_once = max(1, max_rows // group_size) if max_rows else len(prompts)
+    numbers, lengths = torch.arange(len(prompts)), torch.tensor([len(ids) for ids in prompts])
+    alike = [numbers] if left_padding else [numbers[lengths == n] for n in lengths.unique()]
+    shares = [share for part in alike for share in part.split(at_once)]
+    uniforms_PGT = uniforms.unflatten(0, (-1, group_size))
     parts = []
-    for i in range(0, len(prompts), at_once):
-        part = prompts[i : i + at_once]
-        rows = slice(i * group_size, (i + len(part)) * group_size)
-        own = None if images is None else images.select(torch.arange(i, i + len(part)))
-        work = part, group_size, uniforms[rows], sampling, end_ids, suppressed_ids, own, stopping
-        parts.append((yield from _decode(model, *work)))
-    tokens, logps = zip(*parts, strict=True)
-    return torch.cat(tokens), torch.cat(logps)
+    for share in shares:
+        own = None if images is None else images.select(share)
+        work = [prompts[i] for i in share], group_size, uniforms_PGT[share].flatten(0, 1), sampling
+        parts.append((yield from _decode(model, *work, end_ids, suppressed_ids, own, stopping)))
+    back = torch.cat(shares).argsort().to(model.device)
+    tokens, logps = (torch.cat(x).unflatten(0, (-1, group_size))[back].flatten(0, 1) for x in zip(*parts, strict=True))
+    return tokens, logps
 
 
 def _decode(
@@ -87,10 +92,9 @@ def _decode(
     tokens_BT = torch.full((B, T), -1, device=device)
     logps_BT = torch.zeros(B, T, device=device)
     decoder = model.get_decoder()
+    attends = states.num_attention_layers(decoder) > 0  # some state-space models would apply the mask to the new token
     cache = DynamicCache(config=model.config)
-    # transformers 5.24 renamed the argument, and 5.40 will drop the old name
-    name = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
-    cached = {name: cache, "use_cache": True}
+    cached = {states.argument(decoder): cache, "use_cache": True}
     weight, head_device = wide_weight(model), model.get_output_embeddings().weight.device  # a model may be spread
     check_every = CHECK_EVERY if device.type == "cuda" else 1
 
@@ -106,7 +110,8 @@ def _decode(
             next_positions = images.ends[images.prompts].to(device)
         hidden = decoder(**inputs, attention_mask=prompt_mask.long(), **cached).last_hidden_state[:, -1]
         hidden = hidden.repeat_interleave(group_size, 0)
-        cache.batch_repeat_interleave(group_size)
+        # not batch_repeat_interleave, which layers with a state lack
+        cache.reorder_cache(torch.arange(len(prompts), device=device).repeat_interleave(group_size))
         rows = torch.arange(B, device=device)  # sequences still running, by their place in the batch
         next_positions = next_positions.repeat_interleave(group_size)
         attention_mask = torch.ones(B, Q + T, dtype=torch.long, device=device)
@@ -130,10 +135,10 @@ def _decode(
                     break
                 if len(running) <= len(rows) // 2:
                     rows, tokens, ended = rows[running], tokens[running], ended[running]
-                    cache.batch_select_indices(running)
+                    cache.reorder_cache(running)
             hidden = decoder(
                 input_ids=tokens[:, None],
-                attention_mask=attention_mask[rows, : Q + t + 1],
+                attention_mask=attention_mask[rows, : Q + t + 1] if attends else None,
                 position_ids=(next_positions[rows] + t)[:, None],
                 **cached,
             ).last_hidden_state[:, -1]

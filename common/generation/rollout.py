@@ -19,14 +19,13 @@ from transformers import PreTrainedModel
 from common.base import memory
 from common.base.checks import require
 from common.base.distributed import print_main
-from common.generation import fallback
+from common.generation import fallback, paths
 from common.generation.batches import RolloutBatch, assemble, deal
-from common.generation.engine import Engine
 from common.generation.stopping import Stopping
 from common.maths.sampling import Sampling, uniforms
 from common.model import attention
 from common.model.images import Images, is_vlm
-from common.model.logprobs import learned_positions
+from common.model.logprobs import LogProbs, position_limit
 
 
 class Sampler:
@@ -47,8 +46,9 @@ class Sampler:
         rollout_batch: int = 0,
         compile: bool = True,
         stopping: Stopping | None = None,
+        trained: LogProbs | None = None,
     ):
-        """Chooses how each replica decodes, and logs it.
+        """Chooses how the replicas decode, and logs it.
 
         Args:
             replicas: models with equal weights; prompts are dealt to them, and their GPUs work at the same time.
@@ -65,22 +65,26 @@ class Sampler:
                 memory holds.
             compile: compile the small operations of a step, on a GPU.
             stopping: stop strings, which end a completion as an end token does.
+            trained: the policy as the loss sees it, for the log.
+
+        Raises:
+            ValueError: log-probabilities would not be those of the plain forward pass.
         """
         self.replicas, self.end_ids, self.pad_id = replicas, tuple(end_ids), pad_id
         self.suppressed_ids, self.rollout_batch = tuple(suppressed_ids), rollout_batch  # lowered if memory runs out
         self.max_new_tokens, self.stopping = max_new_tokens, stopping
         self.sampling = Sampling(1.0, top_p, top_k, min_p, min_new_tokens)
-        self.engines: list[Engine | None] = []
-        self._warned_of_window, self._warned_of_positions = False, False
-        for replica in replicas:
-            support = attention.install(replica)
-            fits = support.window >= max_new_tokens  # prompt lengths are checked in `generate`
-            reason = support.reason or ("" if fits else f"it has sliding windows of {support.window} tokens")
-            engine = None if reason else Engine(replica, support, end_ids, suppressed_ids, compile)
-            self.engines.append(engine)
-            self.window = support.window
-        path = engine.name if engine else f"over the cache of transformers, because {reason}"
-        print_main(f"rollout: {path}", file=sys.stderr)
+        self._warned_of_positions, self._beyond_window = False, None
+        self._supports = [attention.install(replica) for replica in replicas]
+        self.window = self._supports[0].window
+        self.path, reason = paths.choose(replicas[0], self._supports[0], max_new_tokens, self.suppressed_ids)
+        self.engines = [
+            self.path.decoder(replica, support, end_ids, suppressed_ids, compile)
+            for replica, support in zip(replicas, self._supports, strict=True)
+        ]
+        name = self.engines[0].name if self.engines[0] else str(self.path)
+        training = f"; training: {trained.layout}" if trained else ""
+        print_main(f"rollout: {name}{reason}{training}", file=sys.stderr)
 
     def generate(
         self,
@@ -144,8 +148,10 @@ class Sampler:
             work = [prompts[k] for k in share], group_size, uniforms_bC, sampling
             if within_window and self.engines[replica]:
                 return self.engines[replica].decode(*work, self.rollout_batch, own, self.stopping)
+            path = self.path if within_window else self._beyond_window
             ids = self.end_ids, self.suppressed_ids
-            return fallback.decode(self.replicas[replica], *work, *ids, self.rollout_batch, own, self.stopping)
+            more = self.rollout_batch, own, self.stopping, path.left_padding
+            return fallback.decode(self.replicas[replica], *work, *ids, *more)
 
         parts = None
         while parts is None:
@@ -173,13 +179,19 @@ class Sampler:
                 )
 
     def _within_window(self, prompts: Sequence[list[int]]) -> bool:
-        """Whether attention over all sequences is full, as the engine needs it; warns once if it is not."""
+        """Whether attention over all sequences is full, as the engine needs it; else chooses the other path, once."""
         longest = max(map(len, prompts)) + self.max_new_tokens
-        if all(self.engines) and longest > self.window and not self._warned_of_window:
-            self._warned_of_window = True
-            reason = f"sequences of up to {longest} tokens are longer than its sliding windows of {self.window}"
-            print_main(f"rollout: now over the cache of transformers, because {reason}", file=sys.stderr)
-        return longest <= self.window
+        if longest <= self.window or not self.path.engine:
+            return True
+        if self._beyond_window is None:
+            windows = dataclasses.replace(self._supports[0], not_cached=(
+                f"sequences of up to {longest} tokens are longer than its sliding windows of {self.window}"
+            ))  # fmt: skip
+            self._beyond_window, reason = paths.choose(
+                self.replicas[0], windows, self.max_new_tokens, self.suppressed_ids
+            )
+            print_main(f"rollout: now {self._beyond_window}{reason}", file=sys.stderr)
+        return False
 
     def require_fit(self, prompts: Sequence[list[int]]) -> None:
         """Requires prompts that the policy can read; a run checks all of them at its start, not at step 1,000.
@@ -201,12 +213,12 @@ class Sampler:
             )
         longest = max(map(len, prompts)) + self.max_new_tokens
         places = getattr(self.replicas[0].config.get_text_config(), "max_position_embeddings", None)
-        if places is None or longest <= places or self._warned_of_positions:
-            return
-        rotary = learned_positions(self.replicas[0]) is None
+        limit, reason = position_limit(self.replicas[0])
         what = f"sequences of up to {longest} tokens (prompt and max_new_tokens)"
         # an embedding read behind its end would be an IndexError, and on a GPU the end of the process
-        require(rotary, what, f"the policy has {places} positions", "lower max_prompt_tokens or max_new_tokens")
+        require(limit is None or longest <= limit, what, reason, "lower max_prompt_tokens or max_new_tokens")
+        if places is None or longest <= places or self._warned_of_positions:
+            return
         self._warned_of_positions = True
         print_main(f"warning: {what}, but the policy was made for {places}: lower max_prompt_tokens or max_new_tokens")
 

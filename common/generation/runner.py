@@ -11,16 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from common.generation.cache import Cache, FlashCache, SdpaCache
 from common.generation.scheduler import Group, Space
 from common.generation.stopping import Stopping
 from common.maths.sampling import Sampling, distribution, draw
-from common.model import attention, merging
+from common.model import attention, merging, states
 from common.model.head import vocabulary_logits, wide_weight
 from common.model.images import Images
-from common.model.models import eval_mode
+from common.model.modes import eval_mode
 
 NOT_FINITE = "hidden states of the policy are not finite: broken weights, or an overflow in fp16"
 
@@ -68,15 +69,20 @@ class Runner:
         end_ids: Sequence[int],
         suppressed_ids: Sequence[int],
         compile: bool,
+        left_padding: bool,
+        graphs: bool,
     ):
         """Chooses the cache; no memory is allocated yet. See `engine.Engine` for the arguments."""
         self.model, self.decoder, self.device = model, model.get_decoder(), model.device
-        self.modules = [layer.module for layer in support.layers]
+        self.modules, self.width = [layer.module for layer in support.layers], model.get_output_embeddings().in_features
         probe = torch.empty(0, support.layers[0].head_size, dtype=model.dtype, device=self.device)
         kind = FlashCache if attention.on_flash(probe) else SdpaCache
         self.cache: Cache = kind(support.layers, model.dtype, self.device)
-        self.use_graphs = self.device.type == "cuda" and kind is FlashCache
-        self.compiled_layers = attention.decoder_layers(model, support) if compile and self.use_graphs else []
+        self.states, self.left_padding = states.Pool(self.decoder, support.kept), left_padding
+        self.use_graphs = graphs and self.device.type == "cuda" and kind is FlashCache
+        # layers that update a state are not compiled: each would need code of its own
+        compile = compile and self.use_graphs and not support.kept
+        self.compiled_layers = attention.decoder_layers(model, support) if compile else []
         self._draw = torch.compile(self._draw_eager, dynamic=True) if self.compiled_layers else self._draw_eager
         self.end = torch.tensor(list(end_ids), device=self.device)
         self.suppressed = torch.tensor(list(suppressed_ids), dtype=torch.long, device=self.device)
@@ -92,7 +98,7 @@ class Runner:
     def reserve(self, space: Space, uniforms: torch.Tensor) -> None:
         """Gets memory ready for a rollout; what graphs point to is allocated anew only when it has to grow."""
         total = uniforms.numel()
-        moved = self.cache.reserve(space)
+        moved = self.cache.reserve(space) | self.states.reserve(space.batch)
         if space.batch > len(self.state):
             moved = True
             self.state = RowState(space.batch, self.device)
@@ -131,6 +137,7 @@ class Runner:
         """Frees cache and graphs, which hold addresses in it; the next rollout allocates and captures again."""
         self.graphs, self.graph_memory = {}, None
         self.cache.release()
+        self.states.release()
 
     # ---- the batch ----
 
@@ -146,18 +153,8 @@ class Runner:
             images: of all prompts, if the model is given any.
         """
         group_size, lengths = len(groups[0].rows), [group.length for group in groups]
-        path = self.cache.prefill(groups)
-        ids = torch.tensor([[token for group in groups for token in prompts[group.prompt]]], device=self.device)
-        positions = torch.cat([torch.arange(n) for n in lengths])[None].to(self.device)
-        inputs, shift = {"input_ids": ids, "position_ids": positions}, torch.zeros(len(groups), dtype=torch.long)
-        if images is not None:
-            own = images.select(torch.tensor([group.prompt for group in groups])).to(self.device)
-            row = torch.arange(len(groups)).repeat_interleave(torch.tensor(lengths))[None].to(self.device)
-            inputs = own.inputs(self.model, ids, row, positions)
-            shift = own.ends[own.prompts] - torch.tensor(lengths)
-        with torch.compiler.set_stance("force_eager"):  # layers compiled for the update are not for this
-            hidden = self.decoder(**inputs, **attention.inputs(self.device, path))
-        last = hidden.last_hidden_state[0, path.offsets[1:].long() - 1].repeat_interleave(group_size, 0)
+        read = self._read_rows if self.states.kept else self._read_packed
+        last, shift = read(groups, prompts, images)
         here, state = slice(groups[0].first, groups[-1].places.stop), self.state
         starts = [start for group in groups for start in self.cache.starts(group)]
         numbers = [row.sequence for group in groups for row in group.rows]
@@ -165,7 +162,58 @@ class Runner:
         state.count[here], state.done[here] = 0, 0
         state.prompt_length[here] = torch.tensor(lengths, device=self.device).repeat_interleave(group_size)
         state.position_shift[here] = shift.to(self.device).repeat_interleave(group_size)
-        self._emit(last, here, sampling, self._draw_eager)
+        self._emit(last.repeat_interleave(group_size, 0), here, sampling, self._draw_eager)
+
+    def _read_packed(
+        self, groups: list[Group], prompts: Sequence[list[int]], images: Images | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Last hidden state and position shift of each prompt, read without padding."""
+        path, lengths = self.cache.prefill(groups), [group.length for group in groups]
+        ids = torch.tensor([[token for group in groups for token in prompts[group.prompt]]], device=self.device)
+        positions = torch.cat([torch.arange(n) for n in lengths])[None].to(self.device)
+        row = torch.arange(len(groups)).repeat_interleave(torch.tensor(lengths))[None].to(self.device)
+        inputs, shift = self._inputs(groups, ids, row, positions, images)
+        with torch.compiler.set_stance("force_eager"):  # layers compiled for the update are not for this
+            hidden = self.decoder(**inputs, **attention.inputs(self.device, path))
+        return hidden.last_hidden_state[0, path.offsets[1:].long() - 1], shift
+
+    def _read_rows(
+        self, groups: list[Group], prompts: Sequence[list[int]], images: Images | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `_read_packed`, in rows padded on the left, or in rows of equal length; keeps their states."""
+        lengths = torch.tensor([group.length for group in groups])
+        parts = [torch.arange(len(groups))] if self.left_padding else [
+            (lengths == n).nonzero().squeeze(1) for n in lengths.unique()
+        ]  # fmt: skip
+        last = torch.empty(len(groups), self.width, dtype=self.model.dtype, device=self.device)
+        shift = torch.zeros(len(groups), dtype=torch.long)
+        for part in parts:
+            own = [groups[i] for i in part.tolist()]
+            rows = [torch.tensor(prompts[group.prompt]) for group in own]
+            ids = pad_sequence(rows, True, 0, padding_side="left").to(self.device)
+            mask = (torch.arange(ids.shape[1]) >= ids.shape[1] - lengths[part, None]).to(self.device)
+            positions, row = (mask.long().cumsum(1) - 1).clamp(min=0), torch.arange(len(own), device=self.device)
+            inputs, shift[part] = self._inputs(own, ids, row[:, None], positions, images)
+            cache = states.cache_for(self.decoder)
+            inputs |= attention.inputs(self.device, attention.Padded(self.cache.prefill(own), mask))
+            inputs |= {self.states.argument: cache, "use_cache": True}
+            if lengths[part].min() < ids.shape[1]:
+                inputs["attention_mask"] = mask.long()  # states must not see padding
+            with torch.compiler.set_stance("force_eager"):
+                last[part.to(self.device)] = self.decoder(**inputs).last_hidden_state[:, -1]
+            places = [place for group in own for place in range(group.places.start, group.places.stop)]
+            self.states.write(cache, len(own[0].rows), torch.tensor(places, device=self.device))
+        return last, shift
+
+    def _inputs(
+        self, groups: list[Group], ids: torch.Tensor, row: torch.Tensor, positions: torch.Tensor, images: Images | None
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Tokens and positions for the decoder, with images if there are any; and the position shift of each prompt."""
+        if images is None:
+            return {"input_ids": ids, "position_ids": positions}, torch.zeros(len(groups), dtype=torch.long)
+        own = images.select(torch.tensor([group.prompt for group in groups])).to(self.device)
+        shift = own.ends[own.prompts].cpu() - torch.tensor([group.length for group in groups])
+        return own.inputs(self.model, ids, row, positions), shift
 
     def arrange(self, groups: list[Group], b: int) -> None:
         """Prepares decode steps for a batch that has changed: groups, then padding up to b rows."""
@@ -176,9 +224,9 @@ class Runner:
     def keep(self, kept: list[int], before: int) -> None:
         """Closes the gaps that ended rows leave; see `RowState.keep`."""
         self.state.keep(kept, before)
-        if self.cache.row_tensors:
+        if moving := [*self.cache.row_tensors, *self.states.tensors]:
             places = torch.tensor(kept, dtype=torch.long, device=self.device)
-            for tensor in self.cache.row_tensors:
+            for tensor in moving:
                 tensor[: len(kept)] = tensor[places]
 
     def stop(self, rows: int, stopping: Stopping, new: int) -> None:
@@ -222,7 +270,7 @@ class Runner:
         hidden = self.decoder(
             input_ids=state.token[:b, None],
             position_ids=(position + state.position_shift[:b])[:, None],
-            **attention.inputs(self.device, path),
+            **attention.inputs(self.device, path) | self.states.read(b),
         )
         self._emit(hidden.last_hidden_state[:, 0], slice(0, b), sampling, self._draw)
 
@@ -250,7 +298,7 @@ class Runner:
 
     def _capture(self, b: int, sampling: Sampling) -> torch.cuda.CUDAGraph:
         """The step for b rows as a graph; rows are marked as ended meanwhile, so that warming up changes nothing."""
-        before = self.state.done[:b].clone()
+        before, states_before = self.state.done[:b].clone(), [tensor[:b].clone() for tensor in self.states.tensors]
         self.state.done[:b] = 1
         layers = [layer for layer in self.compiled_layers if layer._compiled_call_impl is None]
         for layer in layers:
@@ -274,4 +322,6 @@ class Runner:
                 del layer.forward
         self.graph_memory = self.graph_memory or graph.pool()
         self.state.done[:b] = before
+        for tensor, value in zip(self.states.tensors, states_before, strict=True):
+            tensor[:b] = value
         return graph

@@ -43,7 +43,7 @@ class Sampler(rollout.Sampler):
             pad_id=policy.tokenizer.pad_token_id, max_new_tokens=cfg.max_new_tokens, min_new_tokens=cfg.min_new_tokens,
             top_p=cfg.top_p, top_k=cfg.top_k, min_p=cfg.min_p, suppressed_ids=suppressed_ids,
             rollout_batch=cfg.rollout_batch, compile=cfg.compile,
-            stopping=Stopping(cfg.stops, policy.tokenizer) if cfg.stops else None,
+            stopping=Stopping(cfg.stops, policy.tokenizer) if cfg.stops else None, trained=policy.wrapped[0],
         )  # fmt: skip
         self.cfg, self.policy = cfg, policy
         if examples:

@@ -4,6 +4,10 @@
 attention with its masks. A call with `rl=...` takes another `AttentionPath`: `Packed`, for training
 on sequences without padding, or a key-value cache of common/generation/cache.py, for decoding.
 
+Hybrid models mix attention with layers that keep a state per sequence: linear attention, state
+spaces, convolutions. Such layers read padded rows (`Padded`), and carry their states in a cache of
+transformers (common/model/states.py).
+
 Dims: N tokens of all sequences together, m sequences, T tokens of one, Hq query and Hkv key-value heads of size D.
 """
 
@@ -19,11 +23,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from common.model import states
+from common.model.modes import eval_mode
+
 NAME = "rl_hand"
 FULL = 2**31  # tokens; longer than any sequence
 GQA = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__kwdefaults__ else {}  # torch 2.11 does GQA without it
 UNSUPPORTED = {"softcap": "soft-capped attention", "s_aux": "attention sinks", "position_bias": "a position bias"}
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names in configs
 
 
 class AttentionPath(Protocol):
@@ -59,10 +65,11 @@ def attention(
     """The attention function that transformers calls; see `AttentionPath.attend` for shapes."""
     if rl is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    if isinstance(rl, Probe):
-        rl.record(module, query, key, value, kwargs)
+    probe = rl.path if isinstance(rl, Padded) else rl
+    if isinstance(probe, Probe):
+        probe.record(module, query, key, value, kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return rl.attend(module, query, key, value, scaling), None
+    return rl.attend(module, query, key, value, scaling).contiguous(), None
 
 
 AttentionInterface.register(NAME, attention)
@@ -70,7 +77,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def inputs(device: torch.device, path: AttentionPath) -> dict[str, Any]:
-    """Keyword arguments for a decoder call on an attention path.
+    """Keyword arguments for a decoder call on an attention path, without padding.
 
     Args:
         device: of the model.
@@ -125,6 +132,29 @@ class Packed:
         return torch.cat(out, dim=2).transpose(1, 2)
 
 
+class Padded:
+    """Another attention path for m rows that are padded on the left, or not at all; padding gives zeros."""
+
+    def __init__(self, path: AttentionPath, mask_mT: torch.Tensor):
+        """Wraps a path for packed sequences.
+
+        Args:
+            path: takes the N tokens of all rows, in order.
+            mask_mT: bool, False where there is padding.
+        """
+        self.path = path
+        self.tokens_N = mask_mT.flatten().nonzero().squeeze(1)
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """See `AttentionPath.attend`."""
+        (m, Hq, T, D), tokens_N = query.shape, self.tokens_N
+        packed = (x.transpose(1, 2).flatten(0, 1)[tokens_N].transpose(0, 1)[None] for x in (query, key, value))
+        out = self.path.attend(module, *packed, scaling)[0]
+        return out.new_zeros(m * T, *out.shape[1:]).index_copy_(0, tokens_N, out).view(m, T, *out.shape[1:])
+
+
 class Probe(Packed):
     """Packed attention that records which modules attend, and how."""
 
@@ -156,26 +186,33 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Support:
-    """What a model's attention supports.
+    """What a model's layers support.
 
     Attributes:
-        reason: why packing and the caches of common/generation/cache.py are impossible; "" if they
-            are possible.
+        not_packed: why sequences cannot be packed; "" if they can.
+        not_cached: why the caches of common/generation/ cannot hold what its layers remember; "" if they can.
         layers: its attention modules.
         window: up to this many tokens, sliding windows are full attention too.
+        kept: states that its other layers keep of each sequence.
     """
 
-    reason: str
+    not_packed: str
+    not_cached: str
     layers: tuple[Layer, ...] = ()
     window: int = FULL
+    kept: tuple[states.State, ...] = ()
+
+
+def _neither(reason: str) -> Support:
+    return Support(reason, reason)
 
 
 @torch.no_grad()
 def install(model: nn.Module) -> Support:
-    """Makes this the attention of a model, if all of its layers are plain causal attention.
+    """Makes this the attention of a model, if its attention layers are plain causal attention.
 
-    That is tested, not assumed from the model's name: two short sequences are computed packed and
-    alone.
+    That is tested, not assumed from the model's name: two short sequences are computed on a path of
+    this module and alone.
 
     Args:
         model: a transformers causal language model, wrapped by peft or not.
@@ -185,65 +222,64 @@ def install(model: nn.Module) -> Support:
     """
     decoder = model.get_decoder()
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
-        return Support("its layers are spread over several devices")
-    kinds = set(getattr(decoder.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if not getattr(decoder, "_supports_attention_backend", False) or not decoder._can_set_attn_implementation():
-        return Support("its attention does not go through the attention interface of transformers")
-    if kinds:
-        return Support(f"it has layers of another kind ({', '.join(sorted(kinds))})")
-    if any(getattr(decoder.config, name, None) for name in EXPERTS):
-        return Support("it is a mixture of experts")
-    if rope := _rope_types(decoder.config) & {"dynamic", "longrope"}:
-        kind = ", ".join(sorted(rope))
-        return Support(f"its rotary positions ({kind}) depend on the longest sequence computed with it")
+        return _neither("its layers are spread over several devices")
+    if not getattr(decoder, "_can_set_attn_implementation", bool)():
+        return _neither("its attention does not go through the attention interface of transformers")
+    kinds = set(getattr(decoder.config, "layer_types", None) or ())
+    if odd := kinds - {"full_attention", "sliding_attention", *states.LAYER_TYPES}:
+        return _neither(f"it has layers of another kind ({', '.join(sorted(odd))})")
     before = decoder.config._attn_implementation
-    support = _examine(model, decoder)
-    if support.reason and before != NAME:
+    try:
+        # compiled layers run eagerly here, because the compiler keeps few variants of each
+        with eval_mode(model), torch.compiler.set_stance("force_eager"):
+            support = _examine(model, decoder)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of the model's own code, which was not made for this
+        support = _neither(f"its code does not take packed rows ({type(error).__name__}: {error})")
+    if support.not_packed and support.not_cached and before != NAME:
         decoder.set_attn_implementation(before)
     return support
 
 
-def _rope_types(config: Any) -> set[str]:
-    """Types of rotary positions; some configs have one per type of layer."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    return {kind["rope_type"] for kind in kinds if "rope_type" in kind}
-
-
 def _examine(model: nn.Module, decoder: nn.Module) -> Support:
-    """Compares hidden states of packed sequences with those from the model's own attention."""
-    first, second = [1, 2, 3, 4], [5, 3, 1]
-    ids = torch.tensor([first + second], device=model.device)
-    positions = torch.tensor([[*range(len(first)), *range(len(second))]], device=model.device)
-    probe = Probe.of([len(first), len(second)], model.device)
-    was_training = model.training
-    model.eval()
-    try:
-        # compiled layers run eagerly here, because the compiler keeps few variants of each
-        with torch.compiler.set_stance("force_eager"):
-            alone = [decoder(input_ids=x, use_cache=False).last_hidden_state[0] for x in ids.split([4, 3], dim=1)]
-            decoder.set_attn_implementation(NAME)
-            packed = inputs(model.device, probe)
-            joint = decoder(input_ids=ids, position_ids=positions, **packed).last_hidden_state[0]
-    finally:
-        model.train(was_training)
+    """Compares hidden states on a path of this module with those from the model's own attention."""
+    if not (expected := states.num_attention_layers(decoder)):
+        return _neither("it has no attention layers")
+    kept = states.kept_by(decoder)
+    first, second = [1, 2, 3, 4], [5, 3, 1, 2] if kept else [5, 3, 1]
+    ids, lengths = torch.tensor([first + second], device=model.device), [len(first), len(second)]
+    alone = [decoder(input_ids=x, use_cache=False).last_hidden_state[0] for x in ids.split(lengths, dim=1)]
+    decoder.set_attn_implementation(NAME)
+    probe = Probe.of(lengths, model.device)
+    if kept:  # rows of one length
+        ids = ids.view(2, -1)
+        path: AttentionPath = Padded(probe, torch.ones_like(ids, dtype=torch.bool))
+        positions = torch.arange(len(first), device=model.device).expand(2, -1)
+    else:
+        path, positions = probe, torch.cat([torch.arange(n, device=model.device) for n in lengths])[None]
+    hidden = decoder(input_ids=ids, position_ids=positions, **inputs(model.device, path)).last_hidden_state
+    hidden, alone = hidden.flatten(0, 1), torch.cat(alone)
     modules = {layer.module for layer in probe.seen}
-    if len(modules) != decoder.config.num_hidden_layers:
-        return Support(f"{len(modules)} of its {decoder.config.num_hidden_layers} layers are plain attention")
+    if len(modules) != expected:
+        return _neither(f"{len(modules)} of its {expected} attention layers are plain attention")
+    if len(probe.seen) > len(modules):
+        return _neither("some of its attention modules attend more than once per token")
     if len({layer.queries_per_key for layer in probe.seen}) > 1:
-        return Support("its layers differ in their number of heads")
+        return _neither("its layers differ in their number of heads")
     if probe.unsupported:
-        return Support(f"it has {probe.unsupported[0]}")
-    difference, size = (x.float().norm(dim=-1) for x in (joint - torch.cat(alone), joint))  # of each token
+        return _neither(f"it has {probe.unsupported[0]}")
+    difference, size = (x.float().norm(dim=-1) for x in (hidden - alone, alone))  # of each token
     error = (difference / size).max().item()
-    limit = 0.01 if joint.dtype == torch.float32 else 0.1  # rounding in the 28 layers of a 7B model gives 0.03
+    limit = 0.01 if hidden.dtype == torch.float32 else 0.1  # rounding in the 28 layers of a 7B model gives 0.03
     if not error <= limit:  # true for NaN
-        return Support(f"packed sequences give hidden states that differ by {error:.3g} of their size")
-    return Support("", tuple(probe.seen), probe.window)
+        return _neither(f"sequences computed together give hidden states that differ by {error:.3g} of their size")
+    reason = f"some of its layers keep a state ({', '.join(sorted({state.kind for state in kept}))})" if kept else ""
+    return Support(reason, "", tuple(probe.seen), probe.window, kept)
 
 
 def decoder_layers(model: nn.Module, support: Support) -> list[nn.Module]:
-    """The transformer blocks of a model, each with one attention module.
+    """The transformer blocks of a model that hold an attention module.
 
     Args:
         model: a transformers causal language model.

@@ -10,13 +10,19 @@ Dims: b rows, H hidden size, V vocabulary, N tokens, n of them in one chunk.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from common.base.checks import require
+from common.model.modes import eval_mode
+
 CHUNK_TOKENS = 1024  # tokens projected to the vocabulary at once: 0.6 GiB of fp32 logits at V = 151,936
 SUPPRESSED_LOGIT = -1e9  # probability 0 at any temperature, and its square is still finite
+SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier")  # in configs
+_scales: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()
 LARGEST_GRADIENT = 2.0**14  # gradients of logits are scaled to this maximum: fp16 holds 6e-8 to 65,504
 
 
@@ -34,7 +40,18 @@ def vocabulary_logits(model: nn.Module, hidden: torch.Tensor, weight: torch.Tens
         [b, V] fp32.
     """
     head = model.get_output_embeddings()
-    return project(hidden, head.weight if weight is None else weight, getattr(head, "bias", None), softcap_of(model))
+    weight = head.weight if weight is None else weight
+    return project(scaled(model, hidden), weight, getattr(head, "bias", None), softcap_of(model))
+
+
+def scaled(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """Hidden states whose product with the head's weight are the model's logits.
+
+    Args:
+        model: a transformers causal language model.
+        hidden: [..., H], last hidden states.
+    """
+    return hidden if (scale := scale_of(model)) == 1 else hidden * scale
 
 
 def wide_weight(model: nn.Module) -> torch.Tensor | None:
@@ -72,7 +89,7 @@ def token_logps(
     """
     output = model.get_output_embeddings()
     return logps_from_weight(
-        hidden, output.weight, output.bias, ids, temperature, softcap_of(model), compile, train_entropy, suppressed_ids
+        scaled(model, hidden), output.weight, output.bias, ids, temperature, softcap_of(model), compile, train_entropy, suppressed_ids
     )
 
 
@@ -92,6 +109,47 @@ def logps_from_weight(
     head_is_frozen = not (weight_VH.requires_grad or (bias_V is not None and bias_V.requires_grad))
     use_frozen = head_is_frozen and hidden_NH.requires_grad and not train_entropy
     return (_FrozenHead if use_frozen else _RecomputedHead).apply(hidden_NH, weight_VH, bias_V, ids_N, steps)
+
+
+def scale_of(model: nn.Module) -> float:
+    """The factor between a linear head and a model's logits, 1.0 for most; measured once per model.
+
+    Families give it different names, and some multiply where others divide, so it is the number in
+    the config that four tokens agree with.
+
+    Args:
+        model: a transformers causal language model.
+
+    Raises:
+        ValueError: no number in the config agrees.
+    """
+    if model not in _scales:
+        _scales[model] = _measure_scale(model)
+    return _scales[model]
+
+
+@torch.no_grad()
+def _measure_scale(model: nn.Module) -> float:
+    config = model.config.get_text_config()
+    given = {name: getattr(config, name, None) for name in SCALES}
+    values = [float(value) for value in given.values() if isinstance(value, (int, float)) and value not in (0, 1)]
+    if not values or softcap_of(model) is not None:
+        return 1.0
+    ids, head = torch.tensor([[1, 2, 3, 4]], device=model.device), model.get_output_embeddings()
+    with eval_mode(model), torch.compiler.set_stance("force_eager"):
+        own = model(input_ids=ids, use_cache=False).logits[0].float()
+        hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]
+    linear = project(hidden, operand(head.weight), head.bias, None)
+    measured = ((own * linear).sum() / (linear * linear).sum()).item()
+    candidates = [1.0, *values, *(1 / value for value in values)]
+    nearest = min(candidates, key=lambda scale: abs(scale - measured))
+    require(
+        abs(nearest - measured) <= 0.02 * abs(measured),
+        f"{type(model).__name__}: its logits are {measured:.4g} times those of a linear head",
+        f"must be 1, or one of {given} in its config or its inverse",
+        "use another model",
+    )
+    return nearest
 
 
 def softcap_of(model: nn.Module) -> float | None:

@@ -14,11 +14,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from common.base import memory
-from common.model import attention, merging
-from common.model.head import token_logps, vocabulary_logits
+from common.model import agreement, attention, merging
+from common.model.head import scale_of, token_logps, vocabulary_logits
 from common.model.images import Images, join
+from common.model.modes import eval_mode
 
 FORWARD_FACTOR = 4  # a forward pass without gradients takes this many times the tokens of a micro-batch
 
@@ -31,15 +33,37 @@ def _rows(lengths_m: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tens
     return row_N, torch.arange(total, device=device) - start_m[row_N]
 
 
-def learned_positions(model: nn.Module) -> int | None:
-    """Number of learned positions, the longest sequence; None with rotary positions.
+def position_limit(model: nn.Module) -> tuple[int | None, str]:
+    """The longest sequence whose log-probabilities depend on nothing but its own tokens, and why.
+
+    Learned positions end there. Dynamic and LongRoPE positions change beyond it: for all tokens of
+    all rows that are computed together, and in the middle of a rollout.
 
     Args:
         model: a transformers causal language model, wrapped by peft or not.
+
+    Returns:
+        Tokens, None without a limit; and a clause for messages.
     """
+    config = model.config.get_text_config()
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]  # one per type of layer
+    limits = {}
+    for kind in kinds:
+        if kind.get("rope_type") == "longrope":
+            limits["longrope"] = kind.get("original_max_position_embeddings", config.max_position_embeddings)
+        elif kind.get("rope_type") == "dynamic":
+            limits["dynamic"] = config.max_position_embeddings
+    if limits:
+        name, limit = min(limits.items(), key=lambda item: item[1])
+        reason = f"beyond {limit} tokens its rotary positions ({name}) depend on the other rows of a batch"
+        return limit, reason
     if any("rotary" in type(module).__name__.lower() for module in model.modules()):
-        return None
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        return None, ""
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None or limit < 1:
+        return None, ""
+    return limit, f"the model has {limit} positions"
 
 
 class LogProbs(nn.Module):
@@ -47,7 +71,9 @@ class LogProbs(nn.Module):
 
     Attributes:
         packed: whether sequences are concatenated in a single row, without padding.
+        alone: whether each row is computed alone, because others would change its values.
         compiled: whether transformer blocks and head are compiled.
+        error: relative difference of hidden states from the plain forward pass, as probed.
     """
 
     def __init__(
@@ -74,6 +100,7 @@ class LogProbs(nn.Module):
         Raises:
             TypeError: the output head is not a plain linear layer, for instance because it has an
                 adapter.
+            ValueError: log-probabilities would be random, or not those of the model.
         """
         super().__init__()
         head = model.get_output_embeddings()
@@ -86,8 +113,11 @@ class LogProbs(nn.Module):
         self.temperature, self.train_entropy, self.adapters = temperature, train_entropy, adapters
         self.suppressed_ids = torch.tensor(list(suppressed_ids), device=head.weight.device) if suppressed_ids else None
         support = attention.install(model)
-        self.packed = not support.reason
-        self.window, self.max_positions = support.window, learned_positions(model)
+        self.packed, self.alone, self.error = not support.not_packed, False, math.nan
+        self.window, self.limit = support.window, position_limit(model)
+        with torch.compiler.set_stance("force_eager"):  # a replica's layers may be compiled already
+            self._probe()
+        scale_of(model)  # measured before weights are sharded
         # on a CPU, compiling takes a C++ compiler and a minute, and gains little
         self.compiled = compile and head.weight.is_cuda
         if self.compiled:
@@ -99,6 +129,12 @@ class LogProbs(nn.Module):
             for block in attention.decoder_layers(model, support):
                 if block._compiled_call_impl is None:  # or the reference would discard the policy's compiled code
                     block.compile(dynamic=True)  # blocks of one type share compiled code
+
+    @property
+    def layout(self) -> str:
+        """How rows are computed, for logging."""
+        name = "packed rows" if self.packed else "rows alone" if self.alone else "padded rows"
+        return f"{name}, hidden states {self.error:.1g} of their size from the plain forward pass"
 
     def forward(
         self,
@@ -159,13 +195,16 @@ class LogProbs(nn.Module):
         (m, Q), device = prompt_ids.shape, prompt_ids.device
         prompt_m, completion_m = (x if x.dim() == 1 else x.sum(1) for x in (prompt_mask, completion_mask))  # lengths
         lengths, completions = torch.stack([prompt_m + completion_m, completion_m]).tolist()
-        if self.max_positions is not None and (longest := max(lengths)) > self.max_positions:
+        limit, reason = self.limit
+        if limit is not None and (longest := max(lengths)) > limit:
             # reading an embedding out of bounds raises IndexError on a CPU, and ends the process on
             # a GPU
             raise ValueError(
-                f"row {lengths.index(longest)} of a batch has {longest} tokens, prompt and completion, but the model "
-                f"has {self.max_positions} positions; lower max_prompt_tokens or max_new_tokens"
+                f"row {lengths.index(longest)} of a batch has {longest} tokens, prompt and completion, but {reason}; "
+                "lower max_prompt_tokens or max_new_tokens"
             )
+        if self.alone and m > 1:
+            return self._rows_alone(prompt_ids, prompt_m, completion_ids, completion_m, images)
         prompt_m, completion_m = (x.to(device, non_blocking=True) for x in (prompt_m, completion_m))
         length_m, padding_m = prompt_m + completion_m, Q - prompt_m
         ids_mT = torch.cat([prompt_ids, completion_ids], dim=1)
@@ -202,10 +241,62 @@ class LogProbs(nn.Module):
         before_N = start_m[row_N] + prompt_m[row_N] + position_N - 1
         return hidden.flatten(0, 1).index_select(0, before_N.to(hidden.device)), (row_N, position_N)
 
+    def _rows_alone(self, prompt_ids, prompt_m, completion_ids, completion_m, images):
+        """`states` row by row."""
+        hidden, rows, columns = [], [], []
+        for i in range(len(prompt_ids)):
+            row = slice(i, i + 1)
+            tokens = prompt_ids[row], prompt_m[row], completion_ids[row], completion_m[row]
+            hidden_nH, (_, column_n) = self.states(*tokens, images and images.select(torch.tensor([i])))
+            hidden.append(hidden_nH)
+            rows.append(torch.full_like(column_n, i))
+            columns.append(column_n)
+        return torch.cat(hidden), (torch.cat(rows), torch.cat(columns))
+
     def _hidden(self, **kwargs: Any) -> torch.Tensor:
         """Output of the last decoder layer."""
         with nullcontext() if self.adapters else merging.as_reference(self.model):
             return self.model.get_decoder()(**kwargs).last_hidden_state
+
+    @torch.no_grad()
+    def _probe(self) -> None:
+        """Compares rows computed together with the plain forward pass, and chooses how to compute rows.
+
+        Raises:
+            ValueError: two passes over the same rows differ, or no way agrees with the plain pass.
+        """
+        model, prompts = self.model, torch.tensor(agreement.PROMPT_LENGTHS)
+        lengths = torch.tensor([len(row) for row in agreement.ROWS])
+        parts = [(row[:n], row[n:]) for row, n in zip(agreement.ROWS, prompts.tolist(), strict=True)]
+        prompt_ids, completion_ids = (
+            pad_sequence([torch.tensor(part) for part in side], True, 0, padding_side=padding).to(model.device)
+            for side, padding in zip(zip(*parts, strict=True), ("left", "right"), strict=True)
+        )
+
+        def states() -> torch.Tensor:
+            return self.states(prompt_ids, prompts, completion_ids, lengths - prompts)[0]
+
+        agreement.require_repeatable(model, states)
+        with eval_mode(model), nullcontext() if self.adapters else merging.as_reference(model):
+            plain = agreement.plain_states(model, agreement.ROWS)
+        expected = torch.cat([x[n - 1 : -1] for x, n in zip(plain, prompts.tolist(), strict=True)])
+        if not expected.isfinite().all():
+            return  # broken weights: the first batch of a run stops it, and says so
+        split = (lengths - prompts).tolist()
+
+        def agrees(packed: bool, alone: bool) -> bool:
+            self.packed, self.alone = packed, alone
+            self.error = agreement.largest_error(states().split(split), expected.split(split))
+            return self.error <= agreement.rounding(model)
+
+        # packed models need both: rows longer than a sliding window are padded
+        packed = self.packed and agrees(True, False)
+        if not agrees(False, False) and not agrees(False, True):
+            raise ValueError(
+                f"{type(model).__name__}: hidden states of a row differ from those of the plain forward pass by "
+                f"{self.error:.3g} of their size, so that log-probabilities would be wrong; use another model"
+            )
+        self.packed = packed and not self.alone
 
 
 def fill(
@@ -348,16 +439,14 @@ def check_head(model: nn.Module) -> None:
             scaling, so that log-probabilities computed here would be wrong.
     """
     ids = torch.arange(4, device=model.device)[None] + 1
-    was_training = model.training
-    model.eval()
-    own = model(input_ids=ids, use_cache=False).logits[0].float()
-    hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]
+    with eval_mode(model):
+        own = model(input_ids=ids, use_cache=False).logits[0].float()
+        (hidden,) = agreement.plain_states(model, ids.tolist())
     ours = vocabulary_logits(model, hidden.to(model.get_output_embeddings().weight.device)).to(own.device)
-    model.train(was_training)
     error, size = (own - ours).abs().max().item(), own.abs().max().item()
     if not error <= 0.02 * size + 1e-4:  # its own logits may be bf16; true for NaN
         raise ValueError(
             f"{type(model).__name__}: its logits differ by {error:.3g} (of {size:.3g}) from a linear head over its "
             "last hidden states, which is what the log-probabilities are computed from; use another model, or teach "
-            "common/model/logprobs.py what this head does"
+            "common/model/head.py what this head does"
         )

@@ -24,6 +24,7 @@ from common.base.checks import require
 from common.base.distributed import print_main
 from common.model import images, logprobs, merging, sources
 from common.model import lora as adapters
+from common.model.modes import train_mode
 
 logging.disable_progress_bar()  # progress bars of loading and saving would break the one of the training
 ADAPTER_RATE = 1e-3  # highest learning rate for adapters without a warning
@@ -51,7 +52,7 @@ def load_policy(
 
     Returns:
         The tokenizer, which pads on the left with a token that is not the end token, and the model
-        in train mode; with `lora` a PeftModel.
+        as `train_mode` leaves it; with `lora` a PeftModel.
 
     Raises:
         ValueError: the model cannot be found, its log-probabilities would be wrong, or `lora` does
@@ -80,7 +81,7 @@ def load_policy(
         # renamed in transformers 5.24; the old name goes in 6
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    return tokenizer, model.train()
+    return tokenizer, train_mode(model)
 
 
 def load_frozen(name: str, device: torch.device, dtype: str) -> PreTrainedModel:
@@ -262,17 +263,6 @@ def sum_gradients(replicas: Sequence[PreTrainedModel]) -> None:
                 other.grad = None
 
 
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Switches to eval mode and back: in train mode, gradient checkpointing disables the cache."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
-
-
 def warn_learning_rate(
     learning_rate: float, model: nn.Module, most: float = 2e-5, usual: str = "by RL: 5e-6 (up to 0.5 B) to 1e-6 (7 B)"
 ) -> None:
@@ -340,7 +330,7 @@ def _read(name: str, dtype: torch.dtype, bits: int = 0, **options: Any) -> PreTr
 
 
 def _disable_dropout(model: nn.Module) -> None:
-    """Disables dropout, or the first ratio would not be 1. The config keeps its values."""
+    """Disables dropout in blocks that `train_mode` leaves in train mode. The config keeps its values."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

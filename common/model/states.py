@@ -1,0 +1,165 @@
+"""States of hybrid models: what layers without attention remember of a sequence.
+
+Linear attention, state-space and convolution layers read a sequence into a state of fixed size,
+whatever its length. transformers keeps such states in the layers of its cache. Here they are
+described, given memory of our own, and read and written row by row.
+
+Dims: b rows decoded together.
+"""
+
+import dataclasses
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+
+# of configs: layers that keep a state, or nothing at all; "hybrid" ones attend too
+LAYER_TYPES = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "moe", "mlp")
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """One tensor that a layer keeps of every row.
+
+    Attributes:
+        layer: its number.
+        kind: "conv" or "recurrent".
+        index: a layer may keep several of a kind.
+        shape: for one row.
+        dtype: of the tensor.
+    """
+
+    layer: int
+    kind: str
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Memory for one row."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def argument(decoder: nn.Module) -> str:
+    """Name of the decoder's argument for a cache."""
+    # transformers 5.24 renamed it, and 5.40 will drop the old name
+    return "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
+
+
+def num_attention_layers(decoder: nn.Module) -> int:
+    """Number of layers with keys and values."""
+    return sum(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=decoder.config).layers)
+
+
+@torch.no_grad()
+def kept_by(decoder: nn.Module) -> tuple[State, ...]:
+    """The states that a decoder keeps, found by reading a few tokens; empty if all layers attend.
+
+    Args:
+        decoder: of a transformers causal language model, in eval mode.
+    """
+    cache = DynamicCache(config=decoder.config)
+    if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
+        return ()
+    ids = torch.tensor([[1, 2, 3, 4, 5]], device=decoder.device)
+    positions = torch.arange(5, device=decoder.device)[None]
+    decoder(input_ids=ids, position_ids=positions, use_cache=True, **{argument(decoder): cache})
+    found = []
+    for number, layer in enumerate(cache.layers):
+        for kind, tensors in _tensors(layer).items():
+            for index, x in tensors.items():
+                if x is not None:
+                    found.append(State(number, kind, index, tuple(x.shape[1:]), x.dtype))
+    return tuple(found)
+
+
+def _tensors(layer: Any) -> dict[str, dict[int, torch.Tensor | None]]:
+    """The states in a layer of a cache, by kind and index."""
+    if not isinstance(layer, LinearAttentionCacheLayerMixin):
+        return {}
+    return {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
+
+
+def cache_for(decoder: nn.Module) -> DynamicCache:
+    """An empty cache for states alone: keys and values pass through it, to be stored by an attention path."""
+    cache = DynamicCache(config=decoder.config)
+    for layer in cache.layers:
+        if isinstance(layer, DynamicLayer):
+            layer.update = _pass_through
+    return cache
+
+
+def _pass_through(keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    return keys, values
+
+
+class Pool:
+    """States of the rows of a batch, in memory that keeps its address from one rollout to the next."""
+
+    def __init__(self, decoder: nn.Module, kept: tuple[State, ...]):
+        """An empty pool.
+
+        Args:
+            decoder: of the model.
+            kept: from `kept_by`.
+        """
+        self.decoder, self.kept, self.argument = decoder, kept, argument(decoder)
+        self.tensors: list[torch.Tensor] = []
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Memory for one row."""
+        return sum(state.bytes_per_row for state in self.kept)
+
+    def reserve(self, rows: int) -> bool:
+        """Makes room.
+
+        Args:
+            rows: of the largest batch.
+
+        Returns:
+            Whether memory was allocated anew.
+        """
+        if not self.kept or (self.tensors and len(self.tensors[0]) >= rows):
+            return False
+        self.release()
+        device = self.decoder.device
+        self.tensors = [torch.zeros(rows, *state.shape, dtype=state.dtype, device=device) for state in self.kept]
+        return True
+
+    def release(self) -> None:
+        """Frees the memory."""
+        self.tensors = []
+
+    def read(self, b: int) -> dict[str, Any]:
+        """Decoder arguments for one more token in each of the first b rows; their states are updated in place."""
+        if not self.kept:
+            return {}
+        cache = cache_for(self.decoder)
+        for state, tensor in zip(self.kept, self.tensors, strict=True):
+            layer = cache.layers[state.layer]
+            _tensors(layer)[state.kind][state.index] = tensor[:b]
+            layer.has_previous_state[state.index] = True
+            if state.kind == "conv":
+                layer.is_conv_states_initialized[state.index] = True
+                layer.conv_kernel_size[state.index] = state.shape[-1]
+                layer.dtype, layer.device = tensor.dtype, tensor.device
+            else:
+                layer.is_recurrent_states_initialized[state.index] = True
+        return {self.argument: cache, "use_cache": True}
+
+    def write(self, cache: DynamicCache, repeats: int, rows: torch.Tensor) -> None:
+        """Stores the states after a prefill.
+
+        Args:
+            cache: from `cache_for`, after the decoder has read one row per prompt.
+            repeats: rows per prompt in the batch.
+            rows: int64, their places in the batch, prompt by prompt.
+        """
+        for state, tensor in zip(self.kept, self.tensors, strict=True):
+            value = _tensors(cache.layers[state.layer])[state.kind][state.index]
+            tensor[rows] = value.repeat_interleave(repeats, 0)

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
@@ -51,7 +53,8 @@ SIZES = {
        "hc_lowrank zero_expert_num",
     2: "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads linear_num_key_heads num_experts_per_tok "
        "num_experts_per_token moe_topk moe_top_k top_k_experts moe_k n_mamba_heads mamba_expand expand "
-       "num_dense_layers eos_token_id indexer_compress_ratio hc_mult hc_count o_groups loop_gate_rank index_topk_blocks",
+       "num_dense_layers eos_token_id indexer_compress_ratio hc_mult hc_count o_groups loop_gate_rank "
+       "index_topk_blocks",
     1: "n_shared_experts num_shared_experts first_k_dense_replace n_group num_expert_group topk_group n_groups "
        "mamba_n_groups mamba_ngroups bos_token_id indexer_kv_heads",
     0: "pad_token_id num_nextn_predict_layers",
@@ -64,6 +67,7 @@ HYBRID = ["linear_attention", "full_attention"] * 2
 SLIDING = ["sliding_attention", "full_attention"] * 2
 EXPERTS = ["dense", *["sparse"] * 3]
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+MROPE = ROPE | {"mrope_section": [2, 1, 1]}
 # What the sizes do not say: layers of every kind, and sizes that depend on one another
 CHANGES: dict[str, dict] = {
     "bailing_hybrid": dict(layer_group_size=2),
@@ -72,7 +76,7 @@ CHANGES: dict[str, dict] = {
     "cohere cohere2": dict(logit_scale=0.5),
     "cohere2_moe": dict(logit_scale=0.5, mlp_layer_types=EXPERTS),
     "cohere_compass_text": dict(
-        layer_types=SLIDING, rope_parameters={"sliding_attention": ROPE, "full_attention": None}),
+        layer_types=SLIDING, rope_parameters={"sliding_attention": MROPE, "full_attention": None}),
     "dbrx": dict(attn_config={"rope_theta": 10_000.0, "clip_qkv": 8.0}),
     "deepseek_v4": dict(
         layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"] * 2,
@@ -161,7 +165,6 @@ for field, families in WINDOWS.items():
 for family in ("dots1", "qwen2", "qwen2_moe", "qwen3", "smollm3"):
     VARIANTS[f"{family}-window"][1].update(use_sliding_window=True, layer_types=SLIDING)
 VARIANTS["qwen3_moe-window"][1].update(use_sliding_window=True)
-VARIANTS = {name: varied for name, varied in VARIANTS.items() if varied[0] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
 
 # Some are found by `leak`, not by their names
 NOT_CAUSAL: dict[str, str] = {
@@ -173,6 +176,12 @@ NOT_CAUSAL: dict[str, str] = {
     "musicgen_melody": "codes of sound, several at a position, not text",
     "prophetnet": "logits of earlier positions depend on later tokens: 7e-4 at random weights, also in fp64",
 }
+if Version(transformers.__version__) < Version("5.24"):  # seen in 5.17: masks are not causal, whatever is_decoder says
+    NOT_CAUSAL |= dict.fromkeys(
+        ("big_bird", "doge", "megatron-bert", "rembert", "roformer"), "not causal before transformers 5.24"
+    )
+KNOWN = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+VARIANTS = {name: varied for name, varied in VARIANTS.items() if varied[0] in KNOWN - set(NOT_CAUSAL)}
 
 
 def _layers(values: list) -> list:
@@ -210,7 +219,7 @@ def _merged(fields: dict, changes: dict) -> dict:
 
 def names() -> list[str]:
     """Families that are causal models of text here, in alphabetical order."""
-    return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(NOT_CAUSAL))
+    return sorted(KNOWN - set(NOT_CAUSAL))
 
 
 def config(name: str, **changes) -> PreTrainedConfig:
@@ -227,8 +236,7 @@ def config(name: str, **changes) -> PreTrainedConfig:
         ValueError: there is no such family, or it is in `NOT_CAUSAL`.
     """
     family, varied = VARIANTS.get(name, (name, {}))
-    require(family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, f"name = {name!r}", "no family of causal language models",
-            "see names() and VARIANTS")  # fmt: skip
+    require(family in KNOWN, f"name = {name!r}", "no family of causal language models", "see names() and VARIANTS")
     require(family not in NOT_CAUSAL, f"name = {name!r}", NOT_CAUSAL.get(family, ""), "see names() and VARIANTS")
     kind = CONFIG_MAPPING[family]
     small = _small(kind, family)

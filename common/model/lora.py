@@ -3,15 +3,17 @@
 An adapted layer computes W x + (alpha / rank) B A x, with W frozen and B zero at first (Hu et al.
 2021, arXiv 2106.09685, Section 4.1). The reference needs no second model: it is W alone, or W with
 the adapters that the run started from. common/model/merging.py switches to it, and merges adapters
-into W for rollouts.
+into W for rollouts; common/model/experts.py adapts the experts of a mixture.
 
 Dims: r rank, I inputs and O outputs of a layer.
 """
 
 import dataclasses
 import importlib.util
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,9 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from common.base.checks import require
-from common.model import images, merging, sources
+from common.model import experts, merging, sources
+from common.model.lora_targets import ALL, report, shorten, targets
 
-ALL = "all-linear"
 SEED = 0  # of new adapters: ranks have different seeds, but must start with equal adapters
 
 
@@ -34,7 +36,7 @@ class Options:
     Attributes:
         rank: r.
         alpha: the output of an adapter is multiplied by alpha / rank.
-        targets: "all-linear", or suffixes of layer names, such as "q_proj,v_proj".
+        targets: "all-linear", or suffixes of names, such as "q_proj,v_proj,experts".
         bits: 8 or 4 quantizes the frozen weights; 0 keeps them in the dtype of the model.
     """
 
@@ -55,53 +57,6 @@ def options(cfg: Any) -> Options | None:
     return Options(cfg.lora_rank, cfg.lora_alpha, cfg.lora_targets, cfg.load_bits)
 
 
-def targets(model: PreTrainedModel, names: str) -> list[str]:
-    """Names of the layers that get adapters: linear, in the decoder; no head, no vision tower.
-
-    Args:
-        model: without adapters.
-        names: "all-linear", or suffixes of layer names, separated by commas.
-
-    Raises:
-        ValueError: a suffix matches no such layer, or matches the head.
-    """
-    head, excluded = model.get_output_embeddings(), set()
-    if images.is_vlm(model.config):
-        excluded = set(images.tower(model).modules())
-    inside = set(model.get_decoder().modules()) - excluded - {head}
-    # bitsandbytes layers are nn.Linear too
-    linear = [name for name, m in model.named_modules() if m in inside and isinstance(m, (nn.Linear, Conv1D))]
-    if names == ALL:
-        return linear
-    there = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-    chosen: dict[str, None] = {}
-    head_name = next(name for name, m in model.named_modules() if m is head)
-    for suffix in _split(names):
-        require(
-            not _has_suffix(head_name, suffix),
-            f"lora_targets = {names!r}",
-            f"{suffix!r} is the output head, whose plain weight log-probabilities are computed from",
-            "leave it out",
-        )
-        found = [name for name in linear if _has_suffix(name, suffix)]
-        require(
-            bool(found),
-            f"lora_targets = {names!r}",
-            f"no linear layer of the decoder is named {suffix!r}",
-            f"there are {there}; {ALL!r} takes them all",
-        )
-        chosen |= dict.fromkeys(found)
-    return list(chosen)
-
-
-def _split(names: str) -> list[str]:
-    return [name.strip() for name in names.split(",") if name.strip()]
-
-
-def _has_suffix(name: str, suffix: str) -> bool:
-    return name == suffix or name.endswith("." + suffix)
-
-
 def add(model: PreTrainedModel, options: Options) -> nn.Module:
     """Wraps a model with new adapters, the only trained weights; its outputs do not change yet.
 
@@ -118,15 +73,18 @@ def add(model: PreTrainedModel, options: Options) -> nn.Module:
     import peft
 
     chosen = targets(model, options.targets)
-    suffixes = sorted({name.rpartition(".")[2] for name in chosen})
-    selected = [name for name, _ in model.named_modules() if any(_has_suffix(name, suffix) for suffix in suffixes)]
+    if options.targets == ALL:
+        report(model, chosen)
+    layers, parameters = (dict(every) for every in (model.named_modules(), model.named_parameters()))
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=options.rank,
         lora_alpha=options.alpha,
-        target_modules=suffixes if set(selected) == set(chosen) else chosen,  # short names if they select the same
+        target_modules=shorten([name for name in chosen if name in layers], layers, 1),
+        target_parameters=shorten([name for name in chosen if name not in layers], parameters, 2) or None,
     )
-    return _wrap(model, config)
+    with _targets_as_they_are():
+        return _wrap(model, config)
 
 
 def resume(model: PreTrainedModel, source: str, options: Options) -> nn.Module:
@@ -143,15 +101,17 @@ def resume(model: PreTrainedModel, source: str, options: Options) -> nn.Module:
     Raises:
         ValueError: rank, alpha or layers differ, or weights are missing.
     """
-    wanted = set(targets(model, options.targets))
+    wanted = targets(model, options.targets)
+    if options.targets == ALL:
+        report(model, wanted)
     model = wrap_saved(model, source)
     config = model.peft_config["default"]
-    adapted = {name.removeprefix("base_model.model.") for name, _ in merging.named_layers(model)}
+    adapted = {experts.adapted_name(name, layer) for name, layer in merging.named_layers(model)}
     rule = "must be that of the adapters trained further"
     remedy = "set it to that, or merge them first (scripts/merge_adapters.py) and begin with new ones"
     for name, own, saved in (("lora_rank", options.rank, config.r), ("lora_alpha", options.alpha, config.lora_alpha)):
         require(own == saved, f"{name} = {own}", f"{rule} in {source}, {saved}", remedy)
-    mismatched = sorted({name.rpartition(".")[2] for name in wanted ^ adapted})
+    mismatched = sorted({name.rpartition(".")[2] for name in adapted.symmetric_difference(wanted)})
     require(
         not mismatched,
         f"lora_targets = {options.targets!r}",
@@ -176,10 +136,12 @@ def wrap_saved(model: PreTrainedModel, source: str) -> nn.Module:
     """
     import peft
 
-    config = peft.LoraConfig.from_pretrained(source)
+    config, weights = peft.LoraConfig.from_pretrained(source), _read(source)
     config.inference_mode, config.base_model_name_or_path, config.lora_dropout = False, None, 0.0
-    model = _wrap(model, config)
-    _load(model, source)
+    old = any(re.search(r"\.experts\.\d+\.", name) for name in weights)  # from when experts were layers
+    with nullcontext() if old else _targets_as_they_are():
+        model = _wrap(model, config)
+    _load(model, source, weights)
     return model
 
 
@@ -199,16 +161,15 @@ def keep_start(replicas: Sequence[nn.Module], start_model: str) -> None:
         return
     weights = merging.trained_weights(replicas[0])
     present = [p.detach().clone() for p in weights]
-    _load(replicas[0], source)  # as they were loaded when the run started
+    _load(replicas[0], source, _read(source))  # as they were loaded when the run started
     for replica in replicas:
         merging.keep_reference(replica, weights)
     for weight, value in zip(weights, present, strict=True):
         weight.copy_(value)
 
 
-def _load(model: nn.Module, source: str) -> None:
-    """Loads saved adapters into those of a model; raises the errors of `wrap_saved`."""
-    import peft
+def _read(source: str) -> dict[str, torch.Tensor]:
+    """The weights of saved adapters; raises the errors of `wrap_saved`."""
     from peft.utils.save_and_load import load_peft_weights
 
     folder = Path(source)
@@ -218,7 +179,14 @@ def _load(model: nn.Module, source: str) -> None:
         "adapter_model.safetensors is missing beside adapter_config.json",
         "copy the whole folder",
     )
-    result = peft.set_peft_model_state_dict(model, load_peft_weights(source, device="cpu"))
+    return load_peft_weights(source, device="cpu")
+
+
+def _load(model: nn.Module, source: str, weights: dict[str, torch.Tensor]) -> None:
+    """Loads saved adapters into those of a model; raises the errors of `wrap_saved`."""
+    import peft
+
+    result = peft.set_peft_model_state_dict(model, weights)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     mismatched = sorted(trained & set(result.missing_keys)) + sorted(result.unexpected_keys)
     require(
@@ -266,6 +234,22 @@ def quantization(bits: int, dtype: torch.dtype) -> BitsAndBytesConfig:
     return BitsAndBytesConfig(load_in_4bit=True, **four)
 
 
+@contextmanager
+def _targets_as_they_are() -> Iterator[None]:
+    """Makes peft take names literally: it would take layers like `shared_experts.down_proj` for experts, by their name.
+
+    It does so for adapters of transformers 4, where the experts were such layers.
+    """
+    from peft.utils import transformers_weight_conversion as conversion
+
+    usual = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = usual
+
+
 def _wrap(model: PreTrainedModel, config: Any) -> nn.Module:
     import peft
 
@@ -277,6 +261,7 @@ def _wrap(model: PreTrainedModel, config: Any) -> nn.Module:
         warnings.simplefilter("ignore", FutureWarning)  # peft reads an attribute that transformers renamed
         torch.manual_seed(SEED)
         model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    experts.prepare(model)
     for p in model.parameters():
         if p.requires_grad:  # they would be fp32 beside quantized weights
             p.data = p.data.to(dtype)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from common.base.checks import require
 from common.base.devices import free_bytes, host_memory
+from common.model import experts
 
 GPU_COPY_SHARE = 0.25  # of the free GPU memory; copies of the weights that are larger than this go to CPU memory
 
@@ -134,6 +135,7 @@ def merged(model: nn.Module) -> Iterator[None]:
         yield
         return
     weights = [p for layer in layers for p in layer.get_base_layer().parameters(recurse=False)]
+    weights = list(dict.fromkeys(weights))  # several adapters of experts share a module
     places = [p.data for p in weights]
     before = _copies(model, weights)
     _merged.add(model)
@@ -177,7 +179,7 @@ def merge(model: nn.Module) -> PreTrainedModel:
 
 def _mergeable(model: nn.Module) -> list[nn.Module]:
     layers = [m for _, m in named_layers(model) if not m.merged and not m.disable_adapters]
-    return [m for m in layers if m.get_base_layer().weight.is_floating_point()]
+    return [m for m in layers if experts.weight(m).is_floating_point()]
 
 
 @torch.no_grad()
@@ -185,17 +187,20 @@ def _merge(layer: nn.Module) -> None:
     """Merges the adapters of one layer, in fp32; peft merges those that are not plain LoRA."""
     from peft.tuners.lora import Linear
 
-    if not isinstance(layer, Linear) or layer.lora_variant or any(layer.lora_bias.values()):
+    if experts.of_experts(layer):
+        experts.merge(layer)
+    elif not isinstance(layer, Linear) or layer.lora_variant or any(layer.lora_bias.values()):
         layer.merge()
         return
-    weight = layer.get_base_layer().weight.data
-    wide = weight.float()
-    wide_OI = wide.t() if layer.fan_in_fan_out else wide
-    for name in layer.active_adapters:
-        if name in layer.lora_A:
-            a_rI, b_Or = layer.lora_A[name].weight.float(), layer.lora_B[name].weight.float()
-            wide_OI.addmm_(b_Or, a_rI, alpha=layer.scaling[name])
-    weight.copy_(wide)
+    else:
+        weight = layer.get_base_layer().weight.data
+        wide = weight.float()
+        wide_OI = wide.t() if layer.fan_in_fan_out else wide
+        for name in layer.active_adapters:
+            if name in layer.lora_A:
+                a_rI, b_Or = layer.lora_A[name].weight.float(), layer.lora_B[name].weight.float()
+                wide_OI.addmm_(b_Or, a_rI, alpha=layer.scaling[name])
+        weight.copy_(wide)
     layer._disable_adapters = True  # or they would be added twice
 
 

@@ -190,7 +190,8 @@ class Run:
         self.weights = (shape.params - shape.linear) * self.size + linear + (self.trained * self.size * (self.rank > 0))
         starts = self.rank > 0 and self.has_kl and (Path(cfg.policy_model) / "adapter_config.json").is_file()
         self.start = self.trained * self.size * starts  # the adapters of a reference
-        self.merged = shape.adapted * self.size if self.rank and not self.bits else 0
+        # quantized layers are not merged, but fused experts are never quantized
+        self.merged = (shape.experts if self.bits else shape.adapted) * self.size if self.rank else 0
         masters = 4 if self.size == 2 and self.shards == 1 else 0  # sharded weights are fp32 and need no master copy
         self.state = (masters + 8) * self.trained / self.shards
 
@@ -259,6 +260,9 @@ class Run:
         kept = layer * shape.layers
         if cfg.gradient_checkpointing:  # the input of each layer, and all of the layer being recomputed
             kept, at_work = tokens * shape.hidden * size * shape.layers, at_work + layer
+        if self.rank and shape.experts:  # the sums of experts and adapters, and the gradient of those of a layer
+            kept += 0 if cfg.gradient_checkpointing else shape.experts * size
+            at_work += 2 * shape.experts / shape.layers * size
         if self.bits:
             at_work += shape.linear / shape.layers * size  # dequantized weights of a layer
         # the input of the last norm in fp32, and its output; with a teacher, their gradients in fp32

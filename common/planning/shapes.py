@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ class Shape:
         layer: of the largest decoder layer.
         linear: of all linear layers that can be quantized.
         adapted: of the layers that get LoRA adapters.
+        experts: of those, fused experts, whose sum with the adapters is computed.
         per_rank: parameters of all adapters per unit of LoRA rank (not included in `params`).
         layers: number of decoder layers.
         hidden: width of the hidden states.
@@ -55,6 +57,7 @@ class Shape:
     layer: int
     linear: int
     adapted: int
+    experts: int
     per_rank: int
     layers: int
     hidden: int
@@ -100,8 +103,9 @@ def of(name: str, kind: str = "policy", targets: str = lora.ALL) -> Shape:
         require(not causal or any(causal), f"model {name!r}: {type(model).__name__}", "an encoder, whose tokens see "
                 "those after them, cannot write", "give a causal language model")  # fmt: skip
         head = model.get_output_embeddings().weight
-        chosen = set(lora.targets(model, targets))
-        adapted = [m.weight for name, m in model.named_modules() if name in chosen]
+        every = dict(model.named_parameters(remove_duplicate=False))
+        chosen = lora.targets(model, targets)
+        adapted = [every.get(f"{name}.weight", every.get(name)) for name in chosen]  # of layers, and experts
     tower = images.tower(model) if is_vlm else nn.Module()
     decoder = model.get_decoder() if kind == "policy" else model
     blocks = [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -115,7 +119,8 @@ def of(name: str, kind: str = "policy", targets: str = lora.ALL) -> Shape:
         layer=max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0),
         linear=sum(weight.numel() for weight in linear if weight is not head),
         adapted=sum(weight.numel() for weight in adapted),
-        per_rank=sum(sum(weight.shape) for weight in adapted),
+        experts=sum(weight.numel() for weight in adapted if weight.ndim == 3),
+        per_rank=sum(math.prod(weight.shape[:-2]) * sum(weight.shape[-2:]) for weight in adapted),
         layers=layers,
         hidden=text.hidden_size,
         queries=heads * head_dim,

@@ -53,7 +53,8 @@ def test_packed_sequences_are_sequences_alone(kind):
     model = tiny_model(kind, num_hidden_layers=2)
     expected = alone(model, SEQUENCES)  # by transformers' own attention
     support = install(model)
-    assert support.reason == "" and support.window == FULL and model.config._attn_implementation == NAME
+    assert support.not_packed == support.not_cached == "" and support.window == FULL
+    assert model.config._attn_implementation == NAME
     copied = copy.deepcopy(model)
     assert install(model) == support  # once more changes nothing
     for one in (model, copied):
@@ -110,7 +111,7 @@ def test_up_to_its_window_a_model_attends_to_everything(kind, options, window):
     model = tiny_model(kind, **options)
     expected = alone(model, SEQUENCES)
     support = install(model)
-    assert support.reason == "" and support.window == window
+    assert support.not_packed == support.not_cached == "" and support.window == window
     error = (packed(model, SEQUENCES) - expected).abs().amax(1)
     long = torch.tensor([len(s) > window for s in SEQUENCES]).repeat_interleave(torch.tensor(list(map(len, SEQUENCES))))
     assert error[~long].max() <= rounding(ROUNDINGS, expected.abs().max().item())
@@ -136,13 +137,10 @@ def a_convolution(model):
 
 @pytest.mark.parametrize(("kind", "options", "change", "reason"), [
     ("falcon", {}, None, "does not go through the attention interface"),
-    ("lfm2", dict(layer_types=["conv", "full_attention"]), None, "layers of another kind (conv)"),
-    ("mixtral", {}, None, "mixture of experts"),  # which has another name for their number
-    ("qwen3_moe", dict(num_experts=2, num_experts_per_tok=2, moe_intermediate_size=16), None, "mixture of experts"),
+    ("diffllama", {}, None, "attend more than once per token"),
     ("gemma2", dict(head_dim=8), None, "soft-capped attention"),
-    ("llama", dict(rope_parameters=ROPE, max_position_embeddings=16), None, "longest sequence"),
     ("llama", {}, other_heads, "differ in their number of heads"),
-    ("llama", {}, a_layer_without_attention, "1 of its 2 layers"), ("llama", {}, a_convolution, "differ by "),
+    ("llama", {}, a_layer_without_attention, "1 of its 2 attention layers"), ("llama", {}, a_convolution, "differ by "),
     ("llama", {}, lambda model: model.model.norm.weight.data.fill_(torch.nan), "differ by nan"),
 ])  # fmt: skip
 @pytest.mark.parametrize("training", [False, True])
@@ -155,9 +153,32 @@ def test_a_model_it_does_not_serve_is_left_as_it_was(kind, options, change, reas
         torch.manual_seed(1)
         results.append(hidden_states(model, **left_padded(SEQUENCES)).nan_to_num())
         support = install(model)
-        assert reason in support.reason and support.layers == ()
+        assert reason in support.not_packed and support.not_cached == support.not_packed and support.layers == ()
         assert model.config._attn_implementation == before != NAME and model.training == training
     assert torch.equal(*results)  # the same operations
+
+
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+
+
+@pytest.mark.parametrize(("kind", "options"), [("mixtral", dict(sliding_window=None)), ("qwen3_moe", EXPERTS),
+    ("llama", dict(rope_parameters=ROPE, max_position_embeddings=16))])  # fmt: skip
+def test_experts_and_positions_that_depend_on_the_length_are_packed(kind, options):
+    # up to the length where positions change; `logprobs.position_limit` says it
+    model = tiny_model(kind, **options)
+    expected = alone(model, SEQUENCES)
+    support = install(model)
+    assert support.not_packed == support.not_cached == "" and support.kept == ()
+    assert_rounded(packed(model, SEQUENCES), expected, ROUNDINGS)
+
+
+def test_layers_with_a_state_are_kept_apart_from_those_that_attend():
+    model = tiny_model("lfm2", layer_types=["conv", "full_attention"])
+    support = install(model)
+    assert "keep a state (conv)" in support.not_packed and support.not_cached == ""
+    assert model.config._attn_implementation == NAME and len(support.layers) == 1
+    (state,) = support.kept  # one convolution over 32 channels and 3 tokens, in fp32
+    assert (state.layer, state.kind, state.shape, state.bytes_per_row) == (0, "conv", (32, 3), 384)
 
 
 def test_what_a_layer_asks_of_its_attention_is_written_down():

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GPT2LMH
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from common.generation.rollout import Sampler
-from common.model import logprobs, models, sources
+from common.model import head, logprobs, models, sources
 from common.model.models import load_frozen, load_policy, load_spread, repair_padding
 from common.model.sources import end_token_ids, find, load_tokenizer
 
@@ -150,15 +150,17 @@ def test_the_policy_trains_in_its_dtype_and_the_frozen_model_does_not(model_fold
         assert torch.get_float32_matmul_precision() == "highest"
     finally:
         torch.set_float32_matmul_precision(before)
-    assert policy.training and all(p.requires_grad for p in policy.parameters()) and tokenizer.padding_side == "left"
+    assert all(p.requires_grad for p in policy.parameters()) and tokenizer.padding_side == "left"
     assert not any(getattr(module, "gradient_checkpointing", False) for module in policy.modules())
+    assert not any(module.training for module in policy.modules())  # no dropout, whatever it is called
     for model in (policy, load_frozen(folder, CPU, dtype), load_spread(folder, [CPU], dtype)):
         assert_equal_weights(weights_of(model), weights_of(build_model(family).to(sources.DTYPES[dtype])))
         assert model is policy or not (model.training or any(p.requires_grad for p in model.parameters()))
     captured = capsys.readouterr()
     assert captured.out == "" and "it/s" not in captured.err  # no progress bars
     _, model = load_policy(folder, CPU, dtype, gradient_checkpointing=True)
-    assert {getattr(module, "gradient_checkpointing", None) for module in model.modules()} == {None, True}
+    checkpointed = [getattr(module, "gradient_checkpointing", False) for module in model.modules()]
+    assert any(checkpointed) and checkpointed == [module.training for module in model.modules()]
 
 
 @pytest.mark.parametrize(("family", "attention", "names"), [
@@ -304,8 +306,10 @@ def test_over_several_gpus_it_takes_those_named_and_no_others(model_folders, tmp
     assert logprobs.LogProbs(model, 1.0).packed
     model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
     assert not logprobs.LogProbs(model, 1.0).packed  # nor are its sequences
-    # the head must be a plain one there, too
+    # the head must be a known one there, too
     folder = save(tmp_path, tiny_model("granite", logits_scaling=4.0))
+    load_spread(folder, where, "fp32")
+    monkeypatch.setattr(head, "SCALES", ())
     with pytest.raises(ValueError, match="GraniteForCausalLM: its logits differ"):
         load_spread(folder, where, "fp32")
 

@@ -156,11 +156,11 @@ def make_batch(lengths, group_size=1, prompt_lengths=None) -> RolloutBatch:
 
 UNSERVED = {
     "falcon": ({}, "attention interface of transformers"), "mistral": (dict(sliding_window=8), "windows of 8 tokens"),
-    "mixtral": (dict(experts_implementation="eager"), "mixture of experts"),
-}  # fmt: skip
+    "diffllama": ({}, "attend more than once per token"),
+}
 
 
-@pytest.mark.parametrize("kind", ["falcon", "mistral", pytest.param("mixtral", marks=pytest.mark.families)])
+@pytest.mark.parametrize("kind", ["falcon", "mistral", "diffllama"])
 def test_models_the_engine_does_not_serve_are_sampled_over_the_cache_of_transformers(capsys, kind):
     options, reason = UNSERVED[kind]
     plain, ends = tiny_model(kind, **options), [3, 40, 41, 42]

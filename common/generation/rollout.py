@@ -77,7 +77,9 @@ class Sampler:
         self._warned_of_positions, self._beyond_window = False, None
         self._supports = [attention.install(replica) for replica in replicas]
         self.window = self._supports[0].window
-        self.path, reason = paths.choose(replicas[0], self._supports[0], max_new_tokens, self.suppressed_ids)
+        # all decode alike, so a replica that the engine cannot serve, such as one with broken weights, decides
+        first = next((i for i, support in enumerate(self._supports) if support.not_cached), 0)
+        self.path, reason = paths.choose(replicas[first], self._supports[first], max_new_tokens, self.suppressed_ids)
         self.engines = [
             self.path.decoder(replica, support, end_ids, suppressed_ids, compile)
             for replica, support in zip(replicas, self._supports, strict=True)

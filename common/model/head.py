@@ -137,8 +137,8 @@ def _measure_scale(model: nn.Module) -> float:
         return 1.0
     ids, head = torch.tensor([[1, 2, 3, 4]], device=model.device), model.get_output_embeddings()
     with eval_mode(model), torch.compiler.set_stance("force_eager"):
-        own = model(input_ids=ids, use_cache=False).logits[0].float()
-        hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]
+        own = model(input_ids=ids, use_cache=False).logits[0].float().to(head.weight.device)  # a model may be spread
+        hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0].to(head.weight.device)
     linear = project(hidden, operand(head.weight), head.bias, None)
     measured = ((own * linear).sum() / (linear * linear).sum()).item()
     candidates = [1.0, *values, *(1 / value for value in values)]

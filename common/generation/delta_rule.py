@@ -26,8 +26,9 @@ BLOCK = 32  # values of a head per program
 
 
 @triton.jit
-def _kernel(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, state_ptr, out_ptr, scale, q_row, k_row, v_row, H, REPEATS: tl.constexpr,
-            K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
+def _kernel(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, state_ptr, out_ptr, scale, q_row, k_row, v_row, H,
+            REPEATS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+            NORM: tl.constexpr):  # fmt: skip
     row_head, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, head = row_head // H, row_head % H
     at_k, at_v = tl.arange(0, BK), block * BV + tl.arange(0, BV)
@@ -78,7 +79,9 @@ def step(
     if T != 1 or initial_state.dtype != torch.float32 or not initial_state.is_contiguous():
         raise ValueError(f"{T} tokens, {initial_state.dtype}: must be one token per row, and a contiguous fp32 state")
     # heads of a row must follow one another; rows may be parts of wider ones
-    query, key, value = (x if x.stride(2) == x.shape[3] and x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
+    query, key, value = (
+        x if x.stride(2) == x.shape[3] and x.stride(3) == 1 else x.contiguous() for x in (query, key, value)
+    )
     out = torch.empty(b, 1, H, V, dtype=query.dtype, device=query.device)
     _kernel[(b * H, triton.cdiv(V, BLOCK))](
         query, key, value, g.contiguous(), beta.contiguous(), initial_state, out, K**-0.5,

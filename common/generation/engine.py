@@ -40,6 +40,7 @@ class Engine:
         compile: bool = True,
         left_padding: bool = True,
         graphs: bool = True,
+        kernels: bool = False,
     ):
         """Sets up an empty engine.
 
@@ -49,18 +50,21 @@ class Engine:
             end_ids: every token that ends a completion.
             suppressed_ids: tokens that are never drawn.
             compile: compile the decoder layers and the draw, on a GPU.
-            left_padding: a hybrid model reads prompts of different lengths together, padded; False: those of one length.
+            left_padding: a hybrid model reads prompts of different lengths together, padded; False: one length at a
+                time.
             graphs: capture decode steps as CUDA graphs; False if they wait for the host.
+            kernels: replace steps of linear attention by those of delta_rule.py.
         """
         self.model, self.device, self.rows = model, model.device, 0
-        self.runner = Runner(model, support, end_ids, suppressed_ids, compile, left_padding, graphs)
+        self.runner = Runner(model, support, end_ids, suppressed_ids, compile, left_padding, graphs, kernels)
         self.check_every = CHECK_EVERY if self.device.type == "cuda" else 1
 
     @property
     def name(self) -> str:
         """Name of the decode path, for logging."""
         runner = self.runner
-        states = ", states of its other layers" if runner.states.kept else ""
+        fused = " by a fused kernel" if runner.kernels else ""
+        states = f", states of its other layers{fused}" if runner.states.kept else ""
         if runner.cache.kind == "sdpa":
             dtype = str(self.model.dtype).removeprefix("torch.")
             return f"PyTorch's attention over a static cache{states} ({self.device.type}, {dtype}: no flash kernel)"
@@ -160,7 +164,11 @@ class Engine:
 
             def needed(groups: int) -> int:
                 # logits and their copies in the draw; states are copied while a graph is captured
-                return cache.bytes(space(groups)) + 16 * groups * group_size * vocabulary + 2 * states * space(groups).batch
+                return (
+                    cache.bytes(space(groups))
+                    + 16 * groups * group_size * vocabulary
+                    + 2 * states * space(groups).batch
+                )
 
             while groups and needed(groups) > 0.9 * free:
                 groups -= max(1, groups // 8)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 from collections.abc import Sequence
 
 import torch
@@ -24,17 +25,20 @@ class Path:
         cached: with a cache of either kind.
         left_padding: prompts of different lengths are read together, where padding can matter.
         graphs: decode steps are CUDA graphs, on a GPU.
+        kernels: steps of linear attention are those of delta_rule.py, on a GPU.
     """
 
     engine: bool = False
     cached: bool = True
     left_padding: bool = True
     graphs: bool = True
+    kernels: bool = False
 
     def __str__(self) -> str:
         if not self.cached:
             return Recompute.name
         name = "engine" if self.engine else "over the cache of transformers"
+        name += " with fused kernels" if self.kernels else ""
         return name if self.left_padding else f"{name}, prompts of one length at a time"
 
     def decoder(
@@ -58,7 +62,8 @@ class Path:
             return Recompute(model, end_ids, suppressed_ids)
         if not self.engine:
             return None
-        return Engine(model, support, end_ids, suppressed_ids, compile, self.left_padding, self.graphs)
+        options = self.left_padding, self.graphs, self.kernels
+        return Engine(model, support, end_ids, suppressed_ids, compile, *options)
 
 
 def choose(
@@ -84,7 +89,11 @@ def choose(
         reason = f"it has sliding windows of {support.window} tokens"
     paths = [Path(), Path(left_padding=False), Path(cached=False)]
     if not reason:
-        paths = [Path(engine=True), *([Path(engine=True, left_padding=False)] if support.kept else []), *paths]
+        engine = Path(engine=True)
+        engines = [engine, dataclasses.replace(engine, left_padding=False)] if support.kept else [engine]
+        if support.kept and _has_fused_steps(model):
+            engines = [*(dataclasses.replace(path, kernels=True) for path in engines), *engines]
+        paths = [*engines, *paths]
     why = [reason] if reason else []
     longest = 0 if support.window == attention.FULL or not reason else support.window
     for path in paths:
@@ -97,6 +106,14 @@ def choose(
         f"{type(model).__name__}: sampled tokens must have the log-probabilities of the plain forward pass, but "
         f"{'; '.join(why)}. Use another model, or a version of transformers that decodes this one right"
     )
+
+
+def _has_fused_steps(model: PreTrainedModel) -> bool:
+    if model.device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    from common.generation import delta_rule
+
+    return bool(delta_rule.files(model))
 
 
 def check(

@@ -71,6 +71,7 @@ class Runner:
         compile: bool,
         left_padding: bool,
         graphs: bool,
+        kernels: bool,
     ):
         """Chooses the cache; no memory is allocated yet. See `engine.Engine` for the arguments."""
         self.model, self.decoder, self.device = model, model.get_decoder(), model.device
@@ -80,9 +81,10 @@ class Runner:
         self.cache: Cache = kind(support.layers, model.dtype, self.device)
         self.states, self.left_padding = states.Pool(self.decoder, support.kept), left_padding
         self.use_graphs = graphs and self.device.type == "cuda" and kind is FlashCache
-        # layers that update a state are not compiled: each would need code of its own
-        compile = compile and self.use_graphs and not support.kept
-        self.compiled_layers = attention.decoder_layers(model, support) if compile else []
+        self.kernels, self.compiled_layers = kernels, []
+        if compile and self.use_graphs:
+            blocks = attention.decoder_layers(model, support)
+            self.compiled_layers = states.stateless_parts(self.decoder) if support.kept else blocks
         self._draw = torch.compile(self._draw_eager, dynamic=True) if self.compiled_layers else self._draw_eager
         self.end = torch.tensor(list(end_ids), device=self.device)
         self.suppressed = torch.tensor(list(suppressed_ids), dtype=torch.long, device=self.device)
@@ -124,6 +126,10 @@ class Runner:
         with ExitStack() as stack:
             stack.enter_context(eval_mode(self.model))
             stack.enter_context(merging.merged(self.model))
+            if self.kernels:
+                from common.generation import delta_rule  # needs triton, which comes with torch for GPUs
+
+                stack.enter_context(delta_rule.used_by(self.model))
             for module, (keys, values) in zip(self.modules, self.cache.pools, strict=True):
                 module.rl_keys, module.rl_values = keys, values
                 stack.callback(lambda module=module: [delattr(module, name) for name in ("rl_keys", "rl_values")])

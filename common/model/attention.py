@@ -149,7 +149,7 @@ class Padded:
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         """See `AttentionPath.attend`."""
-        (m, Hq, T, D), tokens_N = query.shape, self.tokens_N
+        m, T, tokens_N = query.shape[0], query.shape[2], self.tokens_N
         packed = (x.transpose(1, 2).flatten(0, 1)[tokens_N].transpose(0, 1)[None] for x in (query, key, value))
         out = self.path.attend(module, *packed, scaling)[0]
         return out.new_zeros(m * T, *out.shape[1:]).index_copy_(0, tokens_N, out).view(m, T, *out.shape[1:])

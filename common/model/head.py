@@ -88,9 +88,9 @@ def token_logps(
         [N] and [N] fp32, nats.
     """
     output = model.get_output_embeddings()
-    return logps_from_weight(
-        scaled(model, hidden), output.weight, output.bias, ids, temperature, softcap_of(model), compile, train_entropy, suppressed_ids
-    )
+    head = output.weight, output.bias
+    options = temperature, softcap_of(model), compile, train_entropy, suppressed_ids
+    return logps_from_weight(scaled(model, hidden), *head, ids, *options)
 
 
 def logps_from_weight(

@@ -84,6 +84,26 @@ def _tensors(layer: Any) -> dict[str, dict[int, torch.Tensor | None]]:
     return {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
 
 
+def stateless_parts(decoder: nn.Module) -> list[nn.Module]:
+    """Norms and feed-forward networks of a decoder: what can be compiled once for all layers of a hybrid model.
+
+    A layer that updates a state is no such part: its number is compiled into it.
+
+    Args:
+        decoder: of a transformers causal language model.
+    """
+    single = nn.Linear, nn.Embedding, nn.Conv1d, nn.ModuleList
+
+    def is_part(module: nn.Module) -> bool:
+        if isinstance(module, single) or hasattr(module, "layer_idx") or next(module.parameters(), None) is None:
+            return False
+        return module is not decoder and not any(list(child.children()) for child in module.children())
+
+    parts = list(filter(is_part, decoder.modules()))
+    inner = {child for part in parts for child in part.modules() if child is not part}
+    return [part for part in parts if part not in inner]
+
+
 def cache_for(decoder: nn.Module) -> DynamicCache:
     """An empty cache for states alone: keys and values pass through it, to be stored by an attention path."""
     cache = DynamicCache(config=decoder.config)

@@ -157,7 +157,7 @@ def make_batch(lengths, group_size=1, prompt_lengths=None) -> RolloutBatch:
 UNSERVED = {
     "falcon": ({}, "attention interface of transformers"), "mistral": (dict(sliding_window=8), "windows of 8 tokens"),
     "diffllama": ({}, "attend more than once per token"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["falcon", "mistral", "diffllama"])

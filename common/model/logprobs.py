@@ -442,9 +442,11 @@ def check_head(model: nn.Module) -> None:
     with eval_mode(model):
         own = model(input_ids=ids, use_cache=False).logits[0].float()
         (hidden,) = agreement.plain_states(model, ids.tolist())
-    ours = vocabulary_logits(model, hidden.to(model.get_output_embeddings().weight.device)).to(own.device)
+    weight = model.get_output_embeddings().weight
+    ours = vocabulary_logits(model, hidden.to(weight.device)).to(own.device)
     error, size = (own - ours).abs().max().item(), own.abs().max().item()
-    if not error <= 0.02 * size + 1e-4:  # its own logits may be bf16; true for NaN
+    tolerance = 0.02 if weight.dtype.itemsize < 4 else 1e-3  # a soft cap of 30 moves a logit of 3 by 1e-2
+    if not error <= tolerance * size + 1e-4:  # true for NaN
         raise ValueError(
             f"{type(model).__name__}: its logits differ by {error:.3g} (of {size:.3g}) from a linear head over its "
             "last hidden states, which is what the log-probabilities are computed from; use another model, or teach "

@@ -13,7 +13,7 @@ from common.maths.sampling import Sampling, distribution, uniforms
 from common.model import agreement
 from common.model.modes import eval_mode
 
-NEW_TOKENS, GROUP_SIZE = 8, 2
+NEW_TOKENS, GROUP_SIZE = 8, 4  # in a group of two, the second may never outlive the first
 MAX_ROWS = 2 * GROUP_SIZE  # the third prompt waits
 PROMPTS = ([7, 4, 9, 3, 5], [6, 8], [9, 3, 4, 6, 8, 5, 9, 7, 3, 4, 8])
 END_EVERY = 5  # every fifth token of the vocabulary ends a completion

@@ -74,7 +74,7 @@ class Sampler:
         self.suppressed_ids, self.rollout_batch = tuple(suppressed_ids), rollout_batch  # lowered if memory runs out
         self.max_new_tokens, self.stopping = max_new_tokens, stopping
         self.sampling = Sampling(1.0, top_p, top_k, min_p, min_new_tokens)
-        self._warned_of_positions, self._beyond_window = False, None
+        self._warned_of_positions, self._beyond_window, self._beyond_engines = False, None, ()
         self._supports = [attention.install(replica) for replica in replicas]
         self.window = self._supports[0].window
         # all decode alike, so a replica that the engine cannot serve, such as one with broken weights, decides
@@ -148,9 +148,9 @@ class Sampler:
             uniforms_bC = uniforms_BC.unflatten(0, (-1, group_size))[share].flatten(0, 1)
             own = None if images is None else images.select(torch.tensor(share))
             work = [prompts[k] for k in share], group_size, uniforms_bC, sampling
-            if within_window and self.engines[replica]:
-                return self.engines[replica].decode(*work, self.rollout_batch, own, self.stopping)
-            path = self.path if within_window else self._beyond_window
+            path, engines = (self.path, self.engines) if within_window else (self._beyond_window, self._beyond_engines)
+            if engines[replica]:
+                return engines[replica].decode(*work, self.rollout_batch, own, self.stopping)
             ids = self.end_ids, self.suppressed_ids
             more = self.rollout_batch, own, self.stopping, path.left_padding
             return fallback.decode(self.replicas[replica], *work, *ids, *more)
@@ -192,6 +192,10 @@ class Sampler:
             self._beyond_window, reason = paths.choose(
                 self.replicas[0], windows, self.max_new_tokens, self.suppressed_ids
             )
+            self._beyond_engines = [  # without a cache, or none
+                self._beyond_window.decoder(replica, support, self.end_ids, self.suppressed_ids, False)
+                for replica, support in zip(self.replicas, self._supports, strict=True)
+            ]
             print_main(f"rollout: now {self._beyond_window}{reason}", file=sys.stderr)
         return False
 

@@ -89,7 +89,7 @@ def require_repeatable(model: nn.Module, states: Callable[[], torch.Tensor]) -> 
     # kernels that round at random differ with the same seed too
     if torch.equal(one, seeded(1)) or not torch.equal(one, seeded(0)) or not one.isfinite().all():
         return
-    found = {name: value for name, value in model.config.get_text_config().to_dict().items() if _is_noise(name, value)}
+    found = _noise(model.config.get_text_config().to_dict())
     raise ValueError(
         f"{type(model).__name__}: two forward passes over the same rows differ, because the model draws random numbers "
         "in training; the ratio of the first update would not be 1. Set gradient_checkpointing to false, or to 0 in "
@@ -97,5 +97,12 @@ def require_repeatable(model: nn.Module, states: Callable[[], torch.Tensor]) -> 
     )
 
 
-def _is_noise(name: str, value: Any) -> bool:
-    return isinstance(value, float) and value > 0 and any(x in name for x in ("drop", "noise", "jitter", "pdrop"))
+def _noise(config: dict[str, Any]) -> dict[str, float]:
+    """Options of a config, and of its parts, that look like rates of noise."""
+    found = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            found |= _noise(value)
+        elif isinstance(value, float) and value > 0 and any(word in name for word in ("drop", "noise", "jitter")):
+            found[name] = value
+    return found

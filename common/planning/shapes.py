@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,11 +17,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from common.base.checks import require
 from common.model import images, lora, sources
+from common.planning.blocks import Blocks, decoder_blocks
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,9 @@ class Shape:
         inner: intermediate size of the MLP; of a mixture of experts, of all active experts of a token.
         vocabulary: rows of the output head.
         levels: feature tensors per image in the decoder (1, more with deepstack); 0 for a text model.
+        plain: whether these widths describe all decoder blocks: attention and an MLP, no mixture of experts, linear
+            or latent attention, or state-space layer.
+        blocks: measures the decoder blocks; None unless this is a causal language model.
     """
 
     params: int
@@ -63,6 +66,8 @@ class Shape:
     inner: int
     vocabulary: int
     levels: int
+    plain: bool = True
+    blocks: Blocks | None = field(default=None, compare=False, repr=False)
 
 
 @functools.cache
@@ -104,25 +109,29 @@ def of(name: str, kind: str = "policy", targets: str = lora.ALL) -> Shape:
         adapted = [m.weight for name, m in model.named_modules() if name in chosen]
     tower = images.tower(model) if is_vlm else nn.Module()
     decoder = model.get_decoder() if kind == "policy" else model
-    blocks = [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
-    linear = [m.weight for m in decoder.modules() if isinstance(m, (nn.Linear, Conv1D))]
+    layer_modules = decoder_blocks(decoder)
+    linear = [m.weight for m in decoder.modules() if _linear_weights(m)]
+    queries, keys, inner = heads * head_dim, 2 * kv_heads * head_dim, _inner(text)
+    plain = [text.hidden_size * (2 * queries + keys + n * inner) for n in (2, 3)]  # projections in the MLP
     return Shape(
         params=sum(sizes.values()),
         vision=sum(p.numel() for p in tower.parameters()),
         head=0 if head is None else head.numel(),
         embedding=embedding.numel(),
         tied=head is embedding,
-        layer=max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0),
+        layer=max((sum(p.numel() for p in block.parameters()) for block in layer_modules), default=0),
         linear=sum(weight.numel() for weight in linear if weight is not head),
         adapted=sum(weight.numel() for weight in adapted),
         per_rank=sum(sum(weight.shape) for weight in adapted),
         layers=layers,
         hidden=text.hidden_size,
-        queries=heads * head_dim,
-        keys=2 * kv_heads * head_dim,
-        inner=_inner(text),
+        queries=queries,
+        keys=keys,
+        inner=inner,
         vocabulary=embedding.shape[0] if head is None else head.shape[0],
         levels=1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ()) if is_vlm else 0,
+        plain=all(sum(map(_linear_weights, layer.modules())) in plain for layer in layer_modules),
+        blocks=Blocks(name, functools.partial(_empty, config, kind)) if kind == "policy" else None,
     )
 
 
@@ -150,6 +159,11 @@ def _named(name: str, kind: str) -> Iterator[None]:
         wanted = {"policy": "causal language model", "reward": "sequence classifier", "embedder": "text encoder"}[kind]
         remedy = f"give a {wanted}: a hub id, a folder with config.json, or the path of that file"
         raise ValueError(f"model {name!r}: {text}; {remedy}") from error
+
+
+def _linear_weights(module: nn.Module) -> int:
+    """Elements of the weight of a linear layer; 0 for other modules."""
+    return module.weight.numel() if isinstance(module, (nn.Linear, Conv1D)) else 0
 
 
 def _inner(text: PretrainedConfig) -> int:

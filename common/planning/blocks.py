@@ -56,12 +56,24 @@ def _attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value:
 AttentionInterface.register(NAME, _attention)  # without a mask function: transformers builds no masks
 
 
+class _Grouped(TorchDispatchMode):
+    """Grouped matrix products in any dtype, as a GPU has them; those of torch on the meta device are for bf16 alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.ops.aten._grouped_mm.default:
+            return func(*args, **kwargs)
+        left, right = args[:2]
+        experts = [] if left.dim() != right.dim() else [len(args[2] if len(args) > 2 else kwargs["offs"])]
+        return left.new_empty(*experts, left.shape[-2], right.shape[-1])
+
+
 class Allocated(TorchDispatchMode):
     """Counts the bytes of storages that are made inside and still referenced.
 
     Attributes:
         now: bytes allocated.
-        peak: the most since the last `reset`.
+        peak: the most so far; may be set.
     """
 
     def __init__(self):
@@ -145,11 +157,13 @@ class Blocks:
             dtype: of the model.
             adapters: whether only LoRA adapters are trained, on all linear layers.
         """
-        with _explained(self.name), torch.device("meta"):
+        with _on_meta(self.name):
             model = self._model(dtype)
             if adapters:
                 _adapt(model)
             found, counts = _inputs(model.get_decoder(), rows, length)
+            if not found:
+                raise ValueError("it has no decoder blocks that transformers could recompute")
             sizes = [(_run(block, *inputs), count) for (block, *inputs), count in zip(found, counts, strict=True)]
         return Pass(
             kept=sum(size.kept * count for size, count in sizes),
@@ -164,7 +178,7 @@ class Blocks:
         Args:
             dtype: of the model.
         """
-        with _explained(self.name), torch.device("meta"), torch.no_grad():
+        with _on_meta(self.name), torch.no_grad():
             decoder = self._model(dtype).get_decoder()
             cache, given = _cached(decoder)
             decoder(input_ids=torch.zeros(STEP_ROWS, STEP_TOKENS, dtype=torch.long), **given)
@@ -179,12 +193,14 @@ class Blocks:
             if not token + row:
                 raise ValueError("it decodes without keys, values and states that the cache of transformers knows")
             with Allocated() as allocated:
-                decoder(input_ids=torch.zeros(STEP_ROWS, 1, dtype=torch.long), **given)
-        return Cache(token, row, allocated.peak // STEP_ROWS)
+                for _ in range(2):  # the first step replaces tensors that were made before, which are not counted
+                    before = allocated.peak = allocated.now
+                    decoder(input_ids=torch.zeros(STEP_ROWS, 1, dtype=torch.long), **given)
+        return Cache(token, row, (allocated.peak - before) // STEP_ROWS)
 
     def _model(self, dtype: torch.dtype) -> PreTrainedModel:
         """The model in a dtype, with attention and experts as they run on a GPU."""
-        model = self.make().to(dtype)
+        model = self.make().to(dtype).eval()  # dropout is off in training, too
         decoder = model.get_decoder()
         if decoder.config._attn_implementation != "eager":  # eager attention has no kernel: it keeps its scores
             decoder.set_attn_implementation(NAME)
@@ -192,10 +208,11 @@ class Blocks:
 
 
 @contextlib.contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Turns errors of a model's code on the meta device into one line."""
+def _on_meta(name: str) -> Iterator[None]:
+    """Runs code of a model on the meta device; its errors become one line."""
     try:
-        yield
+        with torch.device("meta"), _Grouped():
+            yield
     except Exception as error:  # code of any family
         text = (str(error).splitlines() or [""])[0][:200]
         raise ValueError(
@@ -220,12 +237,20 @@ def _inputs(decoder: nn.Module, rows: int, length: int) -> tuple[list[tuple[nn.M
         counts[kind] += 1
 
     hooks = [block.register_forward_pre_hook(take, with_kwargs=True) for block in decoder_blocks(decoder)]
+    cache, given = _cached(decoder)
     with torch.no_grad():  # without a cache, transformers would look for packed sequences in values of positions
-        decoder(input_ids=torch.zeros(rows, length, dtype=torch.long), **_cached(decoder)[1])
+        decoder(input_ids=torch.zeros(rows, length, dtype=torch.long), **given)
     for hook in hooks:
         hook.remove()
-    off = {**dict.fromkeys(CACHES), "use_cache": False}
-    inputs = [(block, args, {k: off.get(k, v) for k, v in kwargs.items()}) for block, args, kwargs in found.values()]
+
+    def without(value: Any) -> Any:
+        return None if value is cache else value
+
+    inputs = []
+    for block, args, kwargs in found.values():
+        kwargs = {name: without(value) for name, value in kwargs.items()}
+        kwargs |= {"use_cache": False} if "use_cache" in kwargs else {}
+        inputs.append((block, tuple(map(without, args)), kwargs))
     return inputs, [counts[kind] for kind in found]
 
 

@@ -94,8 +94,8 @@ def of(name: str, kind: str = "policy", targets: str = lora.ALL) -> Shape:
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         model = _empty(config, kind)
         text = config.get_text_config()
-        heads, layers = text.num_attention_heads, text.num_hidden_layers
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        heads, layers = getattr(text, "num_attention_heads", 0), text.num_hidden_layers  # 0: state-space layers only
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
         embedding = model.get_input_embeddings().weight
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     sizes = {id(p): p.numel() for p in model.parameters()}
@@ -130,7 +130,8 @@ def of(name: str, kind: str = "policy", targets: str = lora.ALL) -> Shape:
         inner=inner,
         vocabulary=embedding.shape[0] if head is None else head.shape[0],
         levels=1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ()) if is_vlm else 0,
-        plain=all(sum(map(_linear_weights, layer.modules())) in plain for layer in layer_modules),
+        plain=bool(layer_modules)
+        and all(sum(map(_linear_weights, layer.modules())) in plain for layer in layer_modules),
         blocks=Blocks(name, functools.partial(_empty, config, kind)) if kind == "policy" else None,
     )
 
@@ -167,8 +168,9 @@ def _linear_weights(module: nn.Module) -> int:
 
 
 def _inner(text: PretrainedConfig) -> int:
-    """Intermediate size of the MLP, over all active experts of a token."""
+    """Intermediate size of the MLP, the largest of all layers, over all active experts of a token."""
     plain = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size
+    plain = plain if isinstance(plain, int) else max(plain)
     experts = getattr(text, "num_experts_per_tok", None)
     if not experts:
         return plain

@@ -1,15 +1,15 @@
 """Memory of decoder blocks as common/planning/blocks.py measures it, compared with real tensors of tiny models."""
 
-import copy
-import json
-from types import SimpleNamespace
+import inspect
 
 import pytest
 import torch
+from conftest import ROOT
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from common.planning import blocks, footprint, shapes
+from common.model import lora
+from common.planning import blocks, footprint, layouts, plan, shapes
 
 SMALL = dict(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=512)  # fmt: skip
@@ -57,33 +57,36 @@ def real(kind: str, dtype: str, **options) -> torch.nn.Module:
 
 
 @pytest.fixture
-def shape_of(tmp_path):
-    """Shape of a family, read from a folder that holds nothing but its config."""
+def folder_of(tmp_path):
+    """A folder that holds nothing but the config of a family."""
 
-    def read(kind: str, **options) -> shapes.Shape:
+    def write(kind: str, **options) -> str:
         folder = tmp_path / f"{kind}-{len(list(tmp_path.iterdir()))}"
         config_of(kind, **options).save_pretrained(folder)
-        return shapes.of(str(folder))
+        return str(folder)
 
-    return read
-
-
-def run(model: torch.nn.Module, ids: torch.Tensor, cache: DynamicCache) -> None:
-    decoder = model.get_decoder()
-    given = blocks._cached(decoder)[1]
-    decoder(input_ids=ids, **{name: cache if isinstance(value, DynamicCache) else value for name, value in given.items()})
+    return write
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.fixture
+def shape_of(folder_of):
+    """Shape of a family, from its config alone."""
+    return lambda kind, **options: shapes.of(folder_of(kind, **options))
+
+
+BOTH = [(kind, "bf16") for kind in FAMILIES] + [(kind, "fp32") for kind in ("qwen3", "mixtral", "qwen3_5_text")]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), BOTH)
 def test_the_cache_takes_what_is_planned(shape_of, kind, dtype):
     """Allocated by transformers after a prompt and a decode step; a sliding window may hold fewer tokens."""
     shape, rows, tokens = shape_of(kind), 3, 7
     model = real(kind, dtype)
     cache = DynamicCache(config=model.get_decoder().config)
+    name = next(name for name in blocks.CACHES if name in inspect.signature(model.get_decoder().forward).parameters)
     with torch.no_grad():
         for length in (tokens - 1, 1):
-            run(model, torch.ones(rows, length, dtype=torch.long), cache)
+            model.get_decoder()(input_ids=torch.ones(rows, length, dtype=torch.long), **{name: cache}, use_cache=True)
     held = sum(x.nbytes for layer in cache.layers for value in vars(layer).values() for x in tensors(value))
     planned = shape.blocks.cache(DTYPES[dtype])
     assert held == rows * (planned.row + tokens * planned.token)
@@ -125,8 +128,69 @@ def kept_by_blocks(model: torch.nn.Module, rows: int, length: int) -> int:
     return sum(size for size, _ in found.values())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(("kind", "dtype"), BOTH)
 def test_blocks_keep_what_is_planned(shape_of, kind, dtype):
     planned = shape_of(kind).blocks.measure(4, 96, DTYPES[dtype]).kept
     assert planned == pytest.approx(kept_by_blocks(real(kind, dtype), 4, 96), rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "qwen3_5_text"])
+def test_blocks_with_adapters_keep_what_is_planned(shape_of, kind):
+    planned = shape_of(kind).blocks.measure(4, 96, torch.bfloat16, adapters=True).kept
+    adapted = lora.add(real(kind, "bf16"), lora.Options(1, 1.0))
+    assert planned == pytest.approx(kept_by_blocks(adapted, 4, 96), rel=0.1)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen3_5_text", "granitemoehybrid"])
+def test_a_backward_pass_takes_what_is_planned(shape_of, kind, checkpointing):
+    rows, length, H = 16, 128, SMALL["hidden_size"]
+    planned = shape_of(kind).blocks.measure(rows, length, torch.bfloat16)
+    model, ids = real(kind, "bf16").train(), torch.randint(64, (rows, length))
+    decoder = model.get_decoder()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with blocks.Allocated() as allocated:
+        decoder(input_ids=ids, use_cache=False).last_hidden_state.sum().backward()
+    kept = planned.kept
+    if checkpointing:
+        kept = planned.layer + 2 * rows * length * H * len(blocks.decoder_blocks(decoder))
+    last = rows * length * H * (4 + 2)  # the last norm
+    assert allocated.peak == pytest.approx(kept + planned.at_work + last, rel=0.1)
+
+
+def test_a_plan_counts_states_for_each_row_and_experts_for_each_token(folder_of):
+    def gpu(folder: str, **options) -> footprint.Gpu:
+        sizes = dict(batch_size=4, group_size=8, max_new_tokens=100, max_prompt_tokens=28) | options
+        given = [f"--{name}={value}" for name, value in (sizes | dict(policy_model=folder)).items()]
+        module, cfg = layouts.load(ROOT / "gspo/gspo.py", given)
+        return plan.of(cfg, layouts.all_ranks(module, cfg)).gpus[0]
+
+    folder = folder_of("qwen3_5_text")
+    hybrid, held = gpu(folder), shapes.of(folder).blocks.cache(torch.bfloat16)
+    assert hybrid.parts("rollout")["states"] == 32 * held.row > 0 and hybrid.step > 0
+    assert hybrid.cache == held.token * (28 + 8 * 100)
+    longer = gpu(folder, max_new_tokens=200)
+    assert longer.states == hybrid.states and longer.cache > hybrid.cache
+    # more experts take weights, not activations; more experts per token take activations
+    some, more, busy = (
+        gpu(folder_of("qwen3_moe", **options)) for options in ({}, dict(num_experts=16), dict(num_experts_per_tok=4))
+    )
+    assert some.states == 0 and more.always["weights"] > 1.5 * some.always["weights"] == 1.5 * busy.always["weights"]
+    activations = [x.phases["loss"]["activations"] for x in (some, more, busy)]
+    assert activations[1] == pytest.approx(activations[0], rel=0.03) and activations[2] > 1.2 * activations[0]
+
+
+def test_what_cannot_be_measured_is_said():
+    def fails() -> torch.nn.Module:
+        raise RuntimeError("no such kernel\nat length")
+
+    for measure in (lambda b: b.measure(1, 8, torch.bfloat16), lambda b: b.cache(torch.bfloat16)):
+        with pytest.raises(ValueError, match=r"^model 'odd': RuntimeError: no such kernel; .*be planned") as raised:
+            measure(blocks.Blocks("odd", fails))
+        assert "\n" not in str(raised.value)
+    empty = AutoModelForCausalLM.from_config(config_of("qwen2", num_hidden_layers=0))
+    with pytest.raises(ValueError, match="no decoder blocks"):
+        blocks.Blocks("empty", lambda: empty.to("meta")).measure(1, 8, torch.bfloat16)

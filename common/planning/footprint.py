@@ -265,11 +265,10 @@ class Run:
             gpu.add(phase, gradients=self.trained * (4 if self.shards > 1 else size) / self.shards)
 
         layers = self._layers(shape, tokens, self.sequence)
-        kept, at_work = layers.kept, layers.at_work
+        dequantized = shape.linear / shape.layers * size if self.bits else 0
+        kept, at_work, alone = layers.kept, layers.at_work + dequantized, layers.at_work + dequantized + layers.layer
         if cfg.gradient_checkpointing:  # the input of each layer, and all of the layer being recomputed
-            kept, at_work = tokens * shape.hidden * size * shape.layers, at_work + layers.layer
-        if self.bits:
-            at_work += shape.linear / shape.layers * size  # dequantized weights of a layer
+            kept, at_work = tokens * shape.hidden * size * shape.layers, alone
         # the input of the last norm in fp32, and its output; with a teacher, their gradients in fp32
         last = tokens * shape.hidden * (4 + size + 4 * self.full)
         # the gradient of the head is summed in fp32, then rounded; that of a tied head is kept until the embedding's
@@ -278,7 +277,7 @@ class Run:
         logits = self._logits(tokens, shape.vocabulary, self.full)
         gpu.add("loss", activations=kept + last, logits=logits, gradient_of_the_head=head_gradient)
         gpu.add("backward", activations=kept, layer_at_work=at_work, gradient_of_the_head=waiting)
-        gpu.add("reduce", layer_at_work=at_work, gradient_of_the_head=waiting)
+        gpu.add("reduce", layer_at_work=alone, gradient_of_the_head=waiting)
         if self.shards > 1:
             ends = (shape.embedding + shape.head * (not shape.tied)) * size
             gathered = ends + 2 * shape.layer * size

@@ -151,7 +151,8 @@ def test_a_backward_pass_takes_what_is_planned(shape_of, kind, checkpointing):
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     with blocks.Allocated() as allocated:
         decoder(input_ids=ids, use_cache=False).last_hidden_state.sum().backward()
     kept = planned.kept
@@ -181,6 +182,16 @@ def test_a_plan_counts_states_for_each_row_and_experts_for_each_token(folder_of)
     assert some.states == 0 and more.always["weights"] > 1.5 * some.always["weights"] == 1.5 * busy.always["weights"]
     activations = [x.phases["loss"]["activations"] for x in (some, more, busy)]
     assert activations[1] == pytest.approx(activations[0], rel=0.03) and activations[2] > 1.2 * activations[0]
+
+
+def test_models_without_attention_and_with_mlps_of_several_sizes_have_a_shape(tmp_path):
+    sizes = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=8)
+    AutoConfig.for_model("mamba", **sizes).save_pretrained(tmp_path / "mamba")
+    shape = shapes.of(str(tmp_path / "mamba"))
+    assert (shape.keys, shape.plain) == (0, False) and shape.blocks.cache(torch.bfloat16).row > 0
+    inner = dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=64, intermediate_size=[64, 128])
+    AutoConfig.for_model("gemma3n_text", **sizes, **inner, num_kv_shared_layers=0).save_pretrained(tmp_path / "nested")
+    assert (shapes.of(str(tmp_path / "nested")).inner, shapes.of(str(tmp_path / "nested")).plain) == (128, False)
 
 
 def test_what_cannot_be_measured_is_said():

@@ -38,6 +38,11 @@ def test_bytes_and_flops_count_what_every_step_reads_and_every_product():
         total += 3 * (2 * 100 * tokens + 2 * 30 * length + attention)  # a backward pass is two forward passes
     mean, variance = statistics.mean(lengths), statistics.pvariance(lengths)
     assert benchmark.update_flops(SMALL, 3, prompt_tokens, mean, variance) == pytest.approx(total)
+    idle, states = dataclasses.replace(SMALL, idle=SMALL.body // 2), dataclasses.replace(SMALL, state=10)
+    saved = 6 * 3 * SMALL.body // 2 * (prompt_tokens + mean)
+    assert benchmark.update_flops(idle, 3, prompt_tokens, mean, variance) == pytest.approx(total - saved)
+    sizes = 2, 3, 5, 4, 2
+    assert benchmark.decode_bytes(states, *sizes) == benchmark.decode_bytes(SMALL, *sizes) + 2 * 6 * 10
     # of the student weights, a master where they are in half precision, and two states; of the teacher weights
     for kinds, each in (((2, 4, 2), 2 + 4 + 8), ((4, 4, 4), 4 + 8), ((2, 2, 2), 2 + 4)):
         assert benchmark.resident_bytes(10, 7, *kinds) == 10 * each + 7 * kinds[2]
@@ -48,6 +53,14 @@ def test_shapes_are_those_of_the_models_they_are_named_after(tmp_path):
     shape = benchmark.shape_of(str(tmp_path))
     assert (shape.body + shape.head, shape.head) == (494_032_768, 151936 * 896)
     assert (shape.attention_width, shape.kv_width) == (896, 128)
+    # a hybrid's state is held by 18 of 24 layers; a token goes through 8 of 128 experts in each of 6 layers
+    benchmark.config_of("qwen3.5-0.8b").save_pretrained(tmp_path / "hybrid")
+    hybrid = benchmark.shape_of(str(tmp_path / "hybrid"))
+    assert (hybrid.layers, hybrid.parameters, hybrid.idle) == (6, 752_393_024, 0)
+    assert hybrid.state == 18 * (6144 * 4 * 2 + 16 * 128 * 128 * 4)
+    benchmark.config_of("qwen3-30b-a3b-6").save_pretrained(tmp_path / "mixture")
+    mixture = benchmark.shape_of(str(tmp_path / "mixture"))
+    assert (mixture.layers, mixture.state, mixture.idle) == (6, 0, 6 * 120 * 3 * 2048 * 768)
     # an untied embedding is neither body nor head
     sizes = dict(vocab_size=11, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
                  num_key_value_heads=1)  # fmt: skip

@@ -1,7 +1,8 @@
 """Memory of each part of a run on each GPU, in bytes, from the shape of the model and the settings.
 
-The factors at the top estimate activations and temporary tensors. They are derived, not fitted; tests/test_plan.py
-compares them with the tensors that autograd saves, and plans with measured peaks.
+The factors at the top estimate activations and temporary tensors of compiled blocks of attention and an MLP. They are
+derived, not fitted; tests/test_plan.py compares them with the tensors that autograd saves, and plans with measured
+peaks. Blocks that are not compiled are measured, see blocks.py: all others, and all with `compile` off.
 
 Dims: H hidden size, I intermediate size of the MLP, T new tokens and G completions of a prompt.
 """
@@ -13,12 +14,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from common.base import distributed
 from common.base.devices import GIB
 from common.generation.engine import KEEP_SHARE
 from common.generation.scheduler import PREFILL_TOKENS
 from common.model import head, logprobs, merging
 from common.planning import shapes
+from common.planning.blocks import Pass
 from common.training import optim
 
 Roles = Mapping[str, tuple[int, ...]]  # GPU numbers by role, as `layouts.roles` gives them
@@ -54,12 +58,9 @@ class PerToken:
         return sum(a * b for a, b in zip(dataclasses.astuple(self), widths, strict=True))
 
 
-# Tensors that a layer saves for its backward pass. Eager: per norm the input in fp32 (2 H) and the rounded result (H)
-# that its weight multiplies; the inputs of the projections (2 H); q, k, v and the output of attention; gate, its
-# activation, up and their product (4 I). With LoRA norms have no gradient, so their rounded results are not saved.
-# Compiled: both residual inputs, the outputs of both norms (4 H), gate, up and product (3 I); the rest is recomputed.
-EAGER, EAGER_LORA = PerToken(8, 2, 1, 4), PerToken(6, 2, 1, 4)
-COMPILED, COMPILED_LORA = PerToken(4, 2, 1, 3), PerToken(4, 2, 1, 3)
+# Tensors that a compiled layer saves for its backward pass: both residual inputs and the outputs of both norms (4 H);
+# q, k, v and the output of attention; gate, up and their product (3 I). The rest is recomputed.
+COMPILED = PerToken(4, 2, 1, 3)
 BACKWARD = PerToken(6, 0, 0, 3)  # temporaries of a layer's backward pass: gradients of these, norms in fp32
 FORWARD = PerToken(4, 0, 0, 3)  # temporaries of a layer in a pass without gradients
 SAMPLED_LOGITS = 4  # fp32 copies of logits alive at once while sampling, as the engine counts them
@@ -81,6 +82,8 @@ class Gpu:
         phases: of each phase, in addition.
         groups: prompts whose completions the GPU would sample at once; 0: it does not sample.
         cache: KV cache for the completions of one prompt.
+        states: of layers other than attention, for the completions of one prompt.
+        step: temporaries of such layers in a decode step, likewise.
         logits: for the completions of one prompt.
         copy: copy of the weights that adapters are merged into; in CPU memory if it would take much of the free memory.
     """
@@ -89,6 +92,8 @@ class Gpu:
     phases: dict[str, Counter] = dataclasses.field(default_factory=dict)
     groups: int = 0
     cache: int = 0
+    states: int = 0
+    step: int = 0
     logits: int = 0
     copy: int = 0
 
@@ -117,7 +122,11 @@ class Gpu:
         if capacity == math.inf:
             return self.groups
         base = self.always.total() + self.phases["rollout"].total() + self.copied(capacity)
-        return int(max(0, min(0.9 * (capacity - base), USABLE * capacity - base)) // (self.cache + self.logits))
+        return int(max(0, min(0.9 * (capacity - base), USABLE * capacity - base)) // self.prompt_bytes())
+
+    def prompt_bytes(self) -> int:
+        """Bytes for the completions of one prompt."""
+        return self.cache + self.states + self.step + self.logits
 
     def copied(self, capacity: float = math.inf) -> int:
         """Bytes of `copy` on the GPU: all or none.
@@ -138,9 +147,10 @@ class Gpu:
         parts, groups = Counter(self.phases.get(phase, {})), self.at_once(capacity)
         if phase == "rollout":
             parts += Counter({"KV cache": groups * self.cache, "logits": groups * self.logits})
+            parts += Counter({"states": groups * self.states, "decode step": groups * self.step})
             parts += Counter({"weights without adapters": self.copied(capacity)})
-        elif groups * self.cache <= KEEP_SHARE * capacity < math.inf:
-            parts["KV cache"] += groups * self.cache  # stays allocated
+        elif groups * (self.cache + self.states) <= KEEP_SHARE * capacity < math.inf:  # stays allocated
+            parts += Counter({"KV cache": groups * self.cache, "states": groups * self.states})
         return +parts
 
     def peak(self, capacity: float = math.inf) -> int:
@@ -168,9 +178,10 @@ class Run:
             visual_tokens: most image tokens of a prompt, for a vision-language model; None: the limit of the options.
             on_gpu: whether the run is on GPUs.
         """
-        self.cfg, self.shape, self.longest = cfg, shape, longest
+        self.cfg, self.shape, self.longest, self.on_gpu = cfg, shape, longest, on_gpu
         dtype = {"auto": "bf16" if on_gpu else "fp32"}.get(cfg.dtype, cfg.dtype)
         self.size = 4 if dtype == "fp32" else 2  # bytes per element
+        self.dtype = torch.float32 if dtype == "fp32" else torch.bfloat16  # fp16 takes the same memory
         self.compiled, self.shares_prompts = cfg.compile and on_gpu, on_gpu and self.size == 2
         self.prompts = max(1, cfg.batch_size // ranks)
         self.rows = self.prompts * cfg.group_size
@@ -254,17 +265,14 @@ class Run:
         for phase in ("reduce", "step") if minibatch <= cfg.micro_batch_tokens else (*PASSES, "step"):
             gpu.add(phase, gradients=self.trained * (4 if self.shards > 1 else size) / self.shards)
 
-        eager, compiled = (EAGER_LORA, COMPILED_LORA) if self.rank else (EAGER, COMPILED)
-        layer = tokens * (compiled if self.compiled else eager).of(shape) * size
-        at_work = tokens * BACKWARD.of(shape) * size
-        kept = layer * shape.layers
+        layers = self._layers(shape, tokens, self.sequence)
+        dequantized = shape.linear / shape.layers * size if self.bits else 0
+        kept, at_work, alone = layers.kept, layers.at_work + dequantized, layers.at_work + dequantized + layers.layer
         if cfg.gradient_checkpointing:  # the input of each layer, and all of the layer being recomputed
-            kept, at_work = tokens * shape.hidden * size * shape.layers, at_work + layer
+            kept, at_work = tokens * shape.hidden * size * shape.layers, alone
         if self.rank and shape.experts:  # the sums of experts and adapters, and the gradient of those of a layer
             kept += 0 if cfg.gradient_checkpointing else shape.experts * size
             at_work += 2 * shape.experts / shape.layers * size
-        if self.bits:
-            at_work += shape.linear / shape.layers * size  # dequantized weights of a layer
         # the input of the last norm in fp32, and its output; with a teacher, their gradients in fp32
         last = tokens * shape.hidden * (4 + size + 4 * self.full)
         # the gradient of the head is summed in fp32, then rounded; that of a tied head is kept until the embedding's
@@ -273,7 +281,7 @@ class Run:
         logits = self._logits(tokens, shape.vocabulary, self.full)
         gpu.add("loss", activations=kept + last, logits=logits, gradient_of_the_head=head_gradient)
         gpu.add("backward", activations=kept, layer_at_work=at_work, gradient_of_the_head=waiting)
-        gpu.add("reduce", layer_at_work=at_work, gradient_of_the_head=waiting)
+        gpu.add("reduce", layer_at_work=alone, gradient_of_the_head=waiting)
         if self.shards > 1:
             ends = (shape.embedding + shape.head * (not shape.tied)) * size
             gathered = ends + 2 * shape.layer * size
@@ -307,8 +315,12 @@ class Run:
             gpu.cache = shape.layers * shape.keys * self.size * slots
             gpu.logits = SAMPLED_LOGITS * 4 * shape.vocabulary * G
             gpu.copy = self.merged
+            if not shape.plain and self.on_gpu:
+                held = shape.blocks.cache(self.dtype)
+                gpu.cache, gpu.states, gpu.step = held.token * slots, held.row * G, held.step * G
             tokens = min(max(PREFILL_TOKENS, self.longest), gpu.groups * self.longest)
-            gpu.add("rollout", workspace=WORKSPACE, reading_prompts=tokens * FORWARD.of(shape) * self.size)
+            reading = self._layers(shape, tokens, self.longest).inference
+            gpu.add("rollout", workspace=WORKSPACE, reading_prompts=reading)
 
     def _frozen(self, gpus: dict[int, Gpu], process: Roles) -> None:
         """Reference, reward model and embedder."""
@@ -341,9 +353,24 @@ class Run:
 
     def _forward(self, shape: shapes.Shape, num_gpus: int = 1) -> dict[str, float]:
         """Memory of a pass without gradients."""
-        tokens = min(logprobs.FORWARD_FACTOR * self.cfg.micro_batch_tokens, -(-self.rows // num_gpus) * self.sequence)
-        tokens = max(tokens, self.sequence)
-        return dict(forward_pass=tokens * FORWARD.of(shape) * self.size, logits=self._logits(tokens, shape.vocabulary))
+        at_once = self.cfg.micro_batch_tokens
+        if shape.plain or not self.on_gpu or not shape.blocks.cache(self.dtype).row:  # states are of padded rows
+            at_once *= logprobs.FORWARD_FACTOR
+        tokens = max(self.sequence, min(at_once, -(-self.rows // num_gpus) * self.sequence))
+        layers = self._layers(shape, tokens, self.sequence)
+        return dict(forward_pass=layers.inference, logits=self._logits(tokens, shape.vocabulary))
+
+    def _layers(self, shape: shapes.Shape, tokens: int, length: int) -> Pass:
+        """Memory of the decoder blocks for a number of tokens in sequences of `length`."""
+        if not self.on_gpu:  # only what is always there is planned
+            return Pass(0, 0, 0, 0)
+        if not (shape.plain and self.compiled):
+            adapters = self.rank > 0 and shape is self.shape
+            return shape.blocks.measure(max(1, tokens // length), length, self.dtype, adapters)
+        layer, at_work, inference = (
+            math.ceil(tokens * factors.of(shape) * self.size) for factors in (COMPILED, BACKWARD, FORWARD)
+        )
+        return Pass(layer * shape.layers, layer, at_work, inference)
 
     def _logits(self, tokens: int, vocabulary: int, paired: bool = False) -> float:
         """Logits of a chunk of tokens."""

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,11 +18,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from common.base.checks import require
 from common.model import images, lora, sources
+from common.planning.blocks import Blocks, decoder_blocks
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,9 @@ class Shape:
         inner: intermediate size of the MLP; of a mixture of experts, of all active experts of a token.
         vocabulary: rows of the output head.
         levels: feature tensors per image in the decoder (1, more with deepstack); 0 for a text model.
+        plain: whether these widths describe all decoder blocks: attention and an MLP, no mixture of experts, linear
+            or latent attention, or state-space layer.
+        blocks: measures the decoder blocks; None unless this is a causal language model.
     """
 
     params: int
@@ -66,6 +69,8 @@ class Shape:
     inner: int
     vocabulary: int
     levels: int
+    plain: bool = True
+    blocks: Blocks | None = field(default=None, compare=False, repr=False)
 
 
 @functools.cache
@@ -92,8 +97,8 @@ def of(name: str, kind: str = "policy", targets: str = lora.ALL) -> Shape:
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         model = _empty(config, kind)
         text = config.get_text_config()
-        heads, layers = text.num_attention_heads, text.num_hidden_layers
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        heads, layers = getattr(text, "num_attention_heads", 0), text.num_hidden_layers  # 0: state-space layers only
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
         embedding = model.get_input_embeddings().weight
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     sizes = {id(p): p.numel() for p in model.parameters()}
@@ -108,26 +113,31 @@ def of(name: str, kind: str = "policy", targets: str = lora.ALL) -> Shape:
         adapted = [every.get(f"{name}.weight", every.get(name)) for name in chosen]  # of layers, and experts
     tower = images.tower(model) if is_vlm else nn.Module()
     decoder = model.get_decoder() if kind == "policy" else model
-    blocks = [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
-    linear = [m.weight for m in decoder.modules() if isinstance(m, (nn.Linear, Conv1D))]
+    layer_modules = decoder_blocks(decoder)
+    linear = [m.weight for m in decoder.modules() if _linear_weights(m)]
+    queries, keys, inner = heads * head_dim, 2 * kv_heads * head_dim, _inner(text)
+    plain = [text.hidden_size * (2 * queries + keys + n * inner) for n in (2, 3)]  # projections in the MLP
     return Shape(
         params=sum(sizes.values()),
         vision=sum(p.numel() for p in tower.parameters()),
         head=0 if head is None else head.numel(),
         embedding=embedding.numel(),
         tied=head is embedding,
-        layer=max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0),
+        layer=max((sum(p.numel() for p in block.parameters()) for block in layer_modules), default=0),
         linear=sum(weight.numel() for weight in linear if weight is not head),
         adapted=sum(weight.numel() for weight in adapted),
         experts=sum(weight.numel() for weight in adapted if weight.ndim == 3),
         per_rank=sum(math.prod(weight.shape[:-2]) * sum(weight.shape[-2:]) for weight in adapted),
         layers=layers,
         hidden=text.hidden_size,
-        queries=heads * head_dim,
-        keys=2 * kv_heads * head_dim,
-        inner=_inner(text),
+        queries=queries,
+        keys=keys,
+        inner=inner,
         vocabulary=embedding.shape[0] if head is None else head.shape[0],
         levels=1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ()) if is_vlm else 0,
+        plain=bool(layer_modules)
+        and all(sum(map(_linear_weights, layer.modules())) in plain for layer in layer_modules),
+        blocks=Blocks(name, functools.partial(_empty, config, kind)) if kind == "policy" else None,
     )
 
 
@@ -157,9 +167,15 @@ def _named(name: str, kind: str) -> Iterator[None]:
         raise ValueError(f"model {name!r}: {text}; {remedy}") from error
 
 
+def _linear_weights(module: nn.Module) -> int:
+    """Elements of the weight of a linear layer; 0 for other modules."""
+    return module.weight.numel() if isinstance(module, (nn.Linear, Conv1D)) else 0
+
+
 def _inner(text: PretrainedConfig) -> int:
-    """Intermediate size of the MLP, over all active experts of a token."""
+    """Intermediate size of the MLP, the largest of all layers, over all active experts of a token."""
     plain = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size
+    plain = plain if isinstance(plain, int) else max(plain)
     experts = getattr(text, "num_experts_per_tok", None)
     if not experts:
         return plain

@@ -20,13 +20,15 @@ last cycle, before it writes a checkpoint. Columns:
   roofline      decode/s as a share of sequences * bandwidth / bytes. One more token for every sequence requires
                 reading all weights once (a tied embedding counts as the head), and the keys and values of all live
                 tokens, those of a prompt once per group; in the model's dtype, mean over the steps, so fixed lengths
-                only
+                only; states of layers of linear attention are read and written
   MFU           FLOPs / seconds of the update / the card's peak FLOP/s in bf16. A forward and backward pass over
                 T = prompt + completion tokens takes 6 * (parameters without embedding and head) * all tokens
                 + 6 * head parameters * completion tokens + 6 * layers * heads * head_dim * (sum of T^2 over the
-                sequences); recomputation does not count. A teacher, whose head is applied in the update, adds
+                sequences), with the experts that a token goes through and the layers of attention alone;
+                recomputation does not count. A teacher, whose head is applied in the update, adds
                 2 * parameters of that head * completion tokens
   length, GiB   mean tokens of a completion; peak memory allocated by tensors on the fullest GPU, after --warmup
+  mismatch      rollout_mismatch of metrics.jsonl: the rollout's log-probabilities beside those of the update
   planned       what common/planning/plan.py predicts for that peak
   first, start  seconds of the first step (compilation, graph capture), and of the process before it
 With a teacher, on one GPU and without offloading, also:
@@ -85,7 +87,8 @@ sys.path.insert(0, str(ROOT))
 from common.base import config, devices
 from common.base.checks import require
 from common.model import models, sources
-from common.planning import layouts, plan
+from common.model.attention import EXPERTS
+from common.planning import layouts, plan, shapes
 from common.run import metrics
 from common.tasks import data
 from common.training import optim
@@ -95,10 +98,28 @@ SHAPES = {  # model type, vocabulary, hidden, intermediate, layers, heads, key-v
     "qwen0.5b": ("qwen2", 151936, 896, 4864, 24, 14, 2, 32768, True),
     "qwen1.5b": ("qwen2", 151936, 1536, 8960, 28, 12, 2, 32768, True),
     "qwen7b": ("qwen2", 152064, 3584, 18944, 28, 28, 4, 32768, False),
+    "qwen3.5-0.8b": (
+        "qwen3_5_text",
+        248320,
+        1024,
+        3584,
+        24,
+        8,
+        2,
+        32768,
+        True,
+    ),  # three layers of four: linear attention
+    "qwen3-30b-a3b-6": ("qwen3_moe", 151936, 2048, 6144, 6, 32, 4, 32768, False),  # 6 of 48 layers
     "smollm2": ("llama", 49152, 576, 1536, 30, 9, 3, 8192, True),
     "tiny": ("qwen2", 512, 128, 256, 2, 4, 2, 4096, True),
     "tiny-teacher": ("qwen2", 512, 192, 384, 3, 6, 2, 4096, True),
 }
+OPTIONS = {  # further fields of their configs
+    "qwen3.5-0.8b": dict(head_dim=256, linear_num_key_heads=16, linear_num_value_heads=16, linear_key_head_dim=128,
+                         linear_value_head_dim=128, linear_conv_kernel_dim=4,
+                         layer_types=6 * [*3 * ["linear_attention"], "full_attention"]),
+    "qwen3-30b-a3b-6": dict(head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768),
+}  # fmt: skip
 CARDS = {  # name as torch gives it: bytes per second, and dense bf16 FLOP/s, of the data sheet
     "NVIDIA H100 80GB HBM3": (3.35e12, 989e12),
     "NVIDIA H200": (4.8e12, 989e12),
@@ -117,7 +138,7 @@ PEERS = {"trl": [], "trl_bf16": ["--bf16_weights"], "trl_distillation": ["--trai
 class Setting:
     """What is measured; every field is a command-line option. Distillation ignores kl_coef."""
 
-    model: str = "qwen0.5b"  # qwen0.5b, qwen1.5b, smollm2, tiny: random weights of that shape; toy: the built-in policy
+    model: str = "qwen0.5b"  # a key of SHAPES: random weights of that shape; toy: the built-in policy
     batch_size: int = 8  # prompts per cycle
     group_size: int = 8  # completions per prompt
     prompt_tokens: int = 128  # tokens of every prompt
@@ -154,6 +175,8 @@ SETTINGS = {
     "gpus-0.5b": Setting(num_minibatches=1, kl_coef=0.0),  # 64 x 256 tokens: batch_size 8 for each GPU
     "gpus-1.5b": Setting("qwen1.5b", num_minibatches=1, kl_coef=0.0),
     "gpus-7b": Setting("qwen7b", num_minibatches=1, kl_coef=0.0),
+    "hybrid-0.8b": Setting("qwen3.5-0.8b", kl_coef=0.0),
+    "moe-30b-a3b-6": Setting("qwen3-30b-a3b-6", kl_coef=0.0),
     "mixed-lengths": Setting(lengths="geometric"),
     "cpu-toy": Setting("toy", 16, new_tokens=128, lengths="natural", kl_coef=0.0, device="cpu"),
     "cpu-smollm2": Setting("smollm2", 1, 8, 32, 32, num_minibatches=2, kl_coef=0.0, device="cpu"),
@@ -185,6 +208,7 @@ def config_of(name: str) -> PreTrainedConfig:
         family, vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=positions,
         tie_word_embeddings=tied, bos_token_id=None, pad_token_id=vocabulary - 3, eos_token_id=vocabulary - 1,
+        **OPTIONS.get(name, {}),
     )  # fmt: skip
 
 
@@ -198,7 +222,7 @@ def make_model(name: str, num_ends: int, work_dir: Path) -> Path:
         work_dir: cache folder.
     """
     cfg = config_of(name)
-    recipe = repr((SHAPES[name], num_ends, transformers.__version__))
+    recipe = repr((SHAPES[name], *OPTIONS.get(name, {}).items(), num_ends, transformers.__version__))
     folder = work_dir / "models" / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}"
     if folder.is_dir():
         return folder
@@ -251,12 +275,14 @@ def write_prompts(path: Path, rows: int, prompt_tokens: int, vocabulary: int) ->
 class Shape:
     """Sizes of a model that the formulas need."""
 
-    layers: int
+    layers: int  # of attention
     attention_width: int  # heads * head_dim
     kv_width: int  # key-value heads * head_dim
     body: int  # parameters without embedding and head
     head: int  # parameters of the head, tied or not
     embedding: int = 0  # parameters of an untied embedding
+    idle: int = 0  # parameters of the experts that a token does not go through
+    state: int = 0  # bytes that layers other than attention hold for a sequence, in bf16
 
     @property
     def parameters(self) -> int:
@@ -272,9 +298,16 @@ def shape_of(name: str) -> Shape:
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     apart = {id(weight): weight.numel() for weight in (head, embedding)}  # one entry if tied
     head_dim = getattr(cfg, "head_dim", None) or cfg.hidden_size // cfg.num_attention_heads
-    return Shape(cfg.num_hidden_layers, cfg.num_attention_heads * head_dim, cfg.num_key_value_heads * head_dim,
-                 model.num_parameters() - sum(apart.values()), head.numel(),
-                 sum(apart.values()) - head.numel())  # fmt: skip
+    attention = [module for module in model.get_decoder().modules() if hasattr(module, "is_causal")]
+    experts = max(getattr(cfg, key, None) or 0 for key in EXPERTS)
+    stacked = [p.numel() for p in model.parameters() if experts and p.dim() == 3 and len(p) == experts]
+    others = len(attention) < cfg.num_hidden_layers  # layers that hold states
+    return Shape(
+        len(attention), cfg.num_attention_heads * head_dim, cfg.num_key_value_heads * head_dim,
+        model.num_parameters() - sum(apart.values()), head.numel(), sum(apart.values()) - head.numel(),
+        sum(stacked) // experts * (experts - cfg.num_experts_per_tok) if stacked else 0,
+        shapes.of(name).blocks.cache(torch.bfloat16).row if others else 0,
+    )  # fmt: skip
 
 
 def decode_bytes(
@@ -284,7 +317,8 @@ def decode_bytes(
 
     Every weight is read once; a tied embedding counts once, as the head, an untied one not at all. Token t of a
     completion, t = 0 .. new_tokens - 1, attends to the prompt, whose keys and values the group shares, and to the t
-    tokens before it, (new_tokens - 1) / 2 on average. Each has a key and a value in every layer.
+    tokens before it, (new_tokens - 1) / 2 on average. Each has a key and a value in every layer of attention. A
+    sequence's state is read and written. All experts count, although fewer sequences would read fewer.
 
     Args:
         shape: of the model.
@@ -295,7 +329,8 @@ def decode_bytes(
         itemsize: bytes of one weight, and of one number of a key or value.
     """
     tokens = batch_size * (prompt_tokens + group_size * (new_tokens - 1) / 2)
-    return itemsize * (shape.body + shape.head + tokens * 2 * shape.layers * shape.kv_width)
+    states = 2 * batch_size * group_size * shape.state
+    return itemsize * (shape.body + shape.head + tokens * 2 * shape.layers * shape.kv_width) + states
 
 
 def update_flops(shape: Shape, sequences: int, prompt_tokens: float, new_tokens: float, variance: float = 0.0) -> float:
@@ -303,7 +338,7 @@ def update_flops(shape: Shape, sequences: int, prompt_tokens: float, new_tokens:
 
     A weight costs 2 FLOPs per token forward and 4 backward (two gradients). The head is applied to completion tokens
     only. In attention, Q K^T and P V take 2 T^2 d each per layer (d = heads * head_dim); the causal half of both is
-    2 T^2 d forward, and 6 T^2 d with the backward pass.
+    2 T^2 d forward, and 6 T^2 d with the backward pass. Recurrences of linear attention do not count.
 
     Args:
         shape: of the model.
@@ -312,7 +347,7 @@ def update_flops(shape: Shape, sequences: int, prompt_tokens: float, new_tokens:
         new_tokens: per sequence, mean.
         variance: of new_tokens between the sequences.
     """
-    weights = shape.body * (prompt_tokens + new_tokens) + shape.head * new_tokens
+    weights = (shape.body - shape.idle) * (prompt_tokens + new_tokens) + shape.head * new_tokens
     squares = (prompt_tokens + new_tokens) ** 2 + variance
     return 6 * sequences * (weights + shape.layers * shape.attention_width * squares)
 
@@ -364,6 +399,8 @@ def summarise(
     for name, seconds in (("decode_tokens_per_second", "seconds_rollout"), ("tokens_per_second", "seconds")):
         numbers[name] = statistics.median(n / line[seconds] for n, line in zip(tokens, lines, strict=True))
     numbers["sequences_per_second"] = statistics.median(sequences / line["seconds"] for line in lines)
+    mismatches = [line["rollout_mismatch"] for line in lines if "rollout_mismatch" in line]
+    numbers["rollout_mismatch"] = statistics.median(mismatches) if mismatches else None
     numbers["memory_gib"] = max((gib for line in lines for gib in line["memory_gib"]), default=None)
     numbers |= dict.fromkeys(("roofline_tokens_per_second", "roofline_share", "update_flops", "mfu"))
     itemsize = sources.pick_dtype(cfg["dtype"], pick_device(cfg["device"])).itemsize
@@ -736,7 +773,7 @@ def report(results: list[dict]) -> str:
         memory |= {"above resident": "above_resident_gib", "loss GiB": "loss_memory_gib", "at once": "forward_tokens"}
     columns = {"cycle": "seconds", **phases, "decode/s": "decode_tokens_per_second", "roofline": "roofline_share",
                "tokens/s": "tokens_per_second", "seq/s": "sequences_per_second", "MFU": "mfu",
-               "length": "completion_length", **memory, "planned": "planned_gib",
+               "length": "completion_length", "mismatch": "rollout_mismatch", **memory, "planned": "planned_gib",
                "first": "seconds_first_step", "start": "seconds_start"}  # fmt: skip
     forms = {"decode/s": ",.0f", "tokens/s": ",.0f", "roofline": ".1%", "MFU": ".1%", "at once": ",.0f"}
     rows = [["setting", *columns]]

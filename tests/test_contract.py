@@ -14,7 +14,7 @@ from bounds import rounding
 from conftest import ROOT, build_tokenizer
 from test_engine import as_on_gpu  # noqa: F401
 from test_rollout import Letters, calls, completions, flags, lines
-from transformers import DynamicCache
+from transformers import AutoModelForImageTextToText, DynamicCache
 
 from common.generation import paths
 from common.generation.paths import Path
@@ -60,6 +60,14 @@ def save(folder, model) -> str:
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+def save_with_images(folder) -> str:
+    """A folder of Qwen3.5 as it is published: with a vision tower, which a run on text leaves out."""
+    whole, text = AutoModelForImageTextToText.from_config(zoo["config"]("qwen3_5")), original("qwen3_5")
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    return save(folder, whole)
 
 
 def sampler_of(model, **options) -> Sampler:
@@ -120,6 +128,13 @@ def test_a_hybrid_decodes_as_on_a_gpu(name, as_on_gpu):  # noqa: F811
         assert len(as_on_gpu.captures) > before
         assert_same(generate(sampler), batch)
     assert any(sum(rows) < b for rows, b in as_on_gpu.arranged)  # with padding
+
+
+@pytest.mark.skipif("qwen3_5" not in KNOWN, reason="not in this version of transformers")
+def test_a_hybrid_that_is_saved_with_a_vision_tower_is_read_as_its_language_model(tmp_path):
+    _, model = models.load_policy(save_with_images(tmp_path), CPU, "fp32")
+    assert not any("visual" in key for key in model.state_dict())
+    assert_plain(generate(sampler_of(model)), original("qwen3_5"))
 
 
 @pytest.mark.parametrize("name", [*HYBRIDS, *known("diffllama", slow=("rwkv", "recurrent_gemma", "doge", "mixtral"))])
@@ -326,26 +341,28 @@ def first_ratio(model) -> torch.Tensor:
     return losses.sequence_ratio(logps, old, mask)
 
 
+LAYERS = dict(layerdrop=0.3, activation_dropout=0.1)  # whole layers are dropped
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", known("phimoe-noise", "mixtral-noise", slow=("dbrx-noise", "minimax-noise",
-                                                                              "bloom-dropout")))  # fmt: skip
+@pytest.mark.parametrize(
+    "name", known("phimoe-noise", "falcon-dropout", "biogpt", slow=("mixtral-noise", "dbrx-noise", "minimax-noise",
+                                                                    "bloom-dropout"))
+)  # fmt: skip
 def test_noise_of_any_name_is_off_and_the_first_ratio_is_one(tmp_path, name, checkpointing):
-    _, model = models.load_policy(save(tmp_path, build(name)), CPU, "fp32", checkpointing)
+    changes = LAYERS if name == "biogpt" else {}
+    folder = save(tmp_path, build(name, **changes))
+    _, model = models.load_policy(folder, CPU, "fp32", checkpointing)
     assert torch.equal(first_ratio(model), torch.ones(3))
     assert any(module.training for module in model.modules()) == checkpointing
-    with pytest.raises(ValueError, match=r"two forward passes .* draws random numbers .* = 0.1"):
-        LogProbs(build(name).train(), 1.0)  # as it would be
+    plain, ids = build(name, **changes), torch.arange(3, 20)[None]
+    assert model.config.to_dict() == models.load_frozen(folder, CPU, "fp32").config.to_dict()  # keeps its rates
+    assert (model(input_ids=ids).logits - plain(input_ids=ids).logits).abs().max() <= NATS
+    with pytest.raises(ValueError, match=r"two forward passes .* draws random numbers .* = 0\.[13]"):
+        LogProbs(plain.train(), 1.0)  # as it would be
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_noise_that_stays_is_refused_with_the_name_of_its_option(tmp_path, checkpointing):
-    folder = save(tmp_path, build("falcon-dropout"))
-    _, model = models.load_policy(folder, CPU, "fp32", checkpointing)
-    if checkpointing:  # its blocks read the rate from the config
-        with pytest.raises(ValueError, match=r"gradient_checkpointing .* hidden_dropout = 0.1"):
-            LogProbs(model, 1.0)
-    else:
-        assert torch.equal(first_ratio(model), torch.ones(3))
+def test_noise_that_stays_is_refused():
     model = build("llama")
     model.model.norm.register_forward_hook(lambda module, args, out: out + 1e-3 * torch.rand(out.shape))
     with pytest.raises(ValueError, match="LlamaForCausalLM: two forward passes over the same rows differ"):
@@ -474,7 +491,7 @@ def test_activations_are_still_recomputed_after_a_rollout(tmp_path, name):
 def test_a_hybrid_trains_and_goes_on_after_a_stop_bit_for_bit(launcher, tmp_path):
     if "qwen3_5" not in KNOWN:
         pytest.skip("not in this version of transformers")
-    folder = save(tmp_path / "model", build("qwen3_5"))
+    folder = save_with_images(tmp_path / "model")
     options = dict(policy_model=folder, eval_every=0, num_minibatches=1, save_every=1)
     straight = launcher.run("gspo_multigpu", tmp_path / "straight", steps=2, **options).succeeded()
     for line in straight.steps:

@@ -98,7 +98,7 @@ def require_repeatable(model: nn.Module, states: Callable[[], torch.Tensor]) -> 
 
 
 def _noise(config: dict[str, Any]) -> dict[str, float]:
-    """Options of a config, and of its parts, that look like rates of noise."""
+    """Rates of dropout and other noise in a config and its parts."""
     found = {}
     for name, value in config.items():
         if isinstance(value, dict):

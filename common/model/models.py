@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from common.base.checks import require
@@ -330,10 +331,20 @@ def _read(name: str, dtype: torch.dtype, bits: int = 0, **options: Any) -> PreTr
 
 
 def _disable_dropout(model: nn.Module) -> None:
-    """Disables dropout in blocks that `train_mode` leaves in train mode. The config keeps its values."""
+    """Disables dropout in blocks that `train_mode` leaves in train mode. The model's config keeps its values."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
+        config = getattr(module, "config", None)
+        if isinstance(module, GradientCheckpointingLayer) and config is not None and _rates(config):
+            module.config = copy.copy(module.config)  # some blocks read rates there
+            for name in _rates(module.config):
+                setattr(module.config, name, 0.0)
+        for name in _rates(module):
+            setattr(module, name, 0.0)
+
+
+def _rates(holder: Any) -> list[str]:
+    """Attributes that are rates of dropout, or of layers dropped."""
+    # a router's jitter is none: PhiMoE has it as a threshold in eval mode too
+    return [name for name, value in vars(holder).items() if "drop" in name and isinstance(value, float) and value > 0]

@@ -97,5 +97,35 @@ def require_repeatable(model: nn.Module, states: Callable[[], torch.Tensor]) -> 
     )
 
 
+def require_gradient(model: nn.Module, states: Callable[[], torch.Tensor]) -> None:
+    """Requires that a backward pass works, if the model is trained; leaves no gradients behind.
+
+    Args:
+        model: a transformers causal language model, as it is trained.
+        states: computes hidden states of a few rows with it.
+
+    Raises:
+        ValueError: a kernel has no backward pass, or gives a gradient that is not finite.
+    """
+    first = next((p for p in model.parameters() if p.requires_grad), None)
+    if first is None:
+        return
+    try:
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(states().float().mean(), first, allow_unused=True)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"{type(model).__name__}: must have a backward pass, but it fails here ({error}); remove or upgrade the "
+            "package whose kernel this is"
+        ) from error
+    if gradient is not None and not gradient.isfinite().all():
+        raise ValueError(
+            f"{type(model).__name__}: must have finite gradients, but those of a few tokens are not; take dtype bf16 "
+            "or fp32, or another model"
+        )
+
+
 def _is_noise(name: str, value: Any) -> bool:
     return isinstance(value, float) and value > 0 and any(x in name for x in ("drop", "noise", "jitter", "pdrop"))

@@ -276,9 +276,9 @@ class LogProbs(nn.Module):
         def states() -> torch.Tensor:
             return self.states(prompt_ids, prompts, completion_ids, lengths - prompts)[0]
 
-        agreement.require_repeatable(model, states)
         with eval_mode(model), nullcontext() if self.adapters else merging.as_reference(model):
             plain = agreement.plain_states(model, agreement.ROWS)
+        agreement.require_repeatable(model, states)
         expected = torch.cat([x[n - 1 : -1] for x, n in zip(plain, prompts.tolist(), strict=True)])
         if not expected.isfinite().all():
             return  # broken weights: the first batch of a run stops it, and says so
@@ -297,6 +297,7 @@ class LogProbs(nn.Module):
                 f"{self.error:.3g} of their size, so that log-probabilities would be wrong; use another model"
             )
         self.packed = packed and not self.alone
+        agreement.require_gradient(model, states)
 
 
 def fill(

@@ -444,6 +444,11 @@ def check_head(model: nn.Module) -> None:
         own = model(input_ids=ids, use_cache=False).logits[0].float()
         (hidden,) = agreement.plain_states(model, ids.tolist())
     ours = vocabulary_logits(model, hidden.to(model.get_output_embeddings().weight.device)).to(own.device)
+    if own.shape != ours.shape:
+        raise ValueError(
+            f"{type(model).__name__}: it gives {own.shape[-1]} logits, but its head has {ours.shape[-1]} outputs, so "
+            "that log-probabilities would be wrong; use another model"
+        )
     error, size = (own - ours).abs().max().item(), own.abs().max().item()
     if not error <= 0.02 * size + 1e-4:  # its own logits may be bf16; true for NaN
         raise ValueError(

@@ -134,7 +134,7 @@ class LogProbs(nn.Module):
     def layout(self) -> str:
         """How rows are computed, for logging."""
         name = "packed rows" if self.packed else "rows alone" if self.alone else "padded rows"
-        return f"{name}, hidden states {self.error:.1g} of their size from the plain forward pass"
+        return f"{name}, repeatable, hidden states {self.error:.1g} of their size from the plain forward pass"
 
     def forward(
         self,

@@ -187,7 +187,8 @@ def test_what_a_layer_asks_of_its_attention_is_written_down():
     for value, asked, odd in (
         (key, nothing, []), (key, dict(softcap=30.0), ["soft-capped attention"]),
         (key, dict(s_aux=zeros), ["attention sinks"]), (key, dict(position_bias=zeros), ["a position bias"]),
-        (key[..., :4], {}, ["keys and values of different sizes"]),
+        (key[..., :4], {}, []), (torch.zeros(1, 2, 2, 9), {}, ["values wider than keys"]),
+        (key[:, :1], {}, ["values wider than keys"]),  # nor fewer heads of values
     ):  # fmt: skip
         probe = attention.Probe.of([2], CPU)
         probe.record(None, query, key, value, asked)

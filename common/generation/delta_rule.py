@@ -17,37 +17,43 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import nn
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch for CPUs comes without it
+    triton = None
 
 NAME = "torch_recurrent_gated_delta_rule"  # of the function in transformers' modeling files
 BLOCK = 32  # values of a head per program
 
 
-@triton.jit
-def _kernel(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, state_ptr, out_ptr, scale, q_row, k_row, v_row, H,
-            REPEATS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-            NORM: tl.constexpr):  # fmt: skip
-    row_head, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, head = row_head // H, row_head % H
-    at_k, at_v = tl.arange(0, BK), block * BV + tl.arange(0, BV)
-    in_k, in_v = at_k < K, at_v < V
-    q = tl.load(q_ptr + row * q_row + (head // REPEATS) * K + at_k, in_k, 0.0).to(tl.float32)
-    k = tl.load(k_ptr + row * k_row + (head // REPEATS) * K + at_k, in_k, 0.0).to(tl.float32)
-    v = tl.load(v_ptr + row * v_row + head * V + at_v, in_v, 0.0).to(tl.float32)
-    if NORM:
-        q = q * tl.rsqrt(tl.sum(q * q) + 1e-6)
-        k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
-    q = q * scale
-    g, beta = tl.load(g_ptr + row_head).to(tl.float32), tl.load(beta_ptr + row_head).to(tl.float32)
-    place = state_ptr + row_head * K * V + at_k[:, None] * V + at_v[None, :]
-    mask = in_k[:, None] & in_v[None, :]
-    state = tl.load(place, mask, 0.0) * tl.exp(g)
-    delta = (v - tl.sum(state * k[:, None], 0)) * beta
-    state = state + k[:, None] * delta[None, :]
-    tl.store(place, state, mask)
-    tl.store(out_ptr + row_head * V + at_v, tl.sum(state * q[:, None], 0), in_v)
+if triton is not None:
+
+    @triton.jit
+    def _kernel(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, state_ptr, out_ptr, scale, q_row, k_row, v_row, H,
+                REPEATS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+                NORM: tl.constexpr):  # fmt: skip
+        row_head, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        row, head = row_head // H, row_head % H
+        at_k, at_v = tl.arange(0, BK), block * BV + tl.arange(0, BV)
+        in_k, in_v = at_k < K, at_v < V
+        q = tl.load(q_ptr + row * q_row + (head // REPEATS) * K + at_k, in_k, 0.0).to(tl.float32)
+        k = tl.load(k_ptr + row * k_row + (head // REPEATS) * K + at_k, in_k, 0.0).to(tl.float32)
+        v = tl.load(v_ptr + row * v_row + head * V + at_v, in_v, 0.0).to(tl.float32)
+        if NORM:
+            q = q * tl.rsqrt(tl.sum(q * q) + 1e-6)
+            k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
+        q = q * scale
+        g, beta = tl.load(g_ptr + row_head).to(tl.float32), tl.load(beta_ptr + row_head).to(tl.float32)
+        place = state_ptr + row_head * K * V + at_k[:, None] * V + at_v[None, :]
+        mask = in_k[:, None] & in_v[None, :]
+        state = tl.load(place, mask, 0.0) * tl.exp(g)
+        delta = (v - tl.sum(state * k[:, None], 0)) * beta
+        state = state + k[:, None] * delta[None, :]
+        tl.store(place, state, mask)
+        tl.store(out_ptr + row_head * V + at_v, tl.sum(state * q[:, None], 0), in_v)
 
 
 def step(
@@ -92,11 +98,13 @@ def step(
 
 
 def files(model: nn.Module) -> list[Any]:
-    """The modeling files of transformers whose layers this kernel serves.
+    """The modeling files of transformers whose layers this kernel serves; none without a GPU and Triton.
 
     Args:
         model: a transformers causal language model.
     """
+    if triton is None or model.device.type != "cuda":
+        return []
     names = {type(module).__module__ for module in model.modules()}
     return [sys.modules[name] for name in sorted(names) if hasattr(sys.modules[name], NAME)]
 

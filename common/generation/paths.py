@@ -2,13 +2,12 @@
 
 import dataclasses
 import functools
-import importlib.util
 from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedModel
 
-from common.generation import contract, fallback
+from common.generation import contract, delta_rule, fallback
 from common.generation.engine import Engine
 from common.generation.recompute import Recompute
 from common.model import attention
@@ -91,7 +90,7 @@ def choose(
     if not reason:
         engine = Path(engine=True)
         engines = [engine, dataclasses.replace(engine, left_padding=False)] if support.kept else [engine]
-        if support.kept and _has_fused_steps(model):
+        if support.kept and delta_rule.files(model):
             engines = [*(dataclasses.replace(path, kernels=True) for path in engines), *engines]
         paths = [*engines, *paths]
     why = [reason] if reason else []
@@ -106,14 +105,6 @@ def choose(
         f"{type(model).__name__}: sampled tokens must have the log-probabilities of the plain forward pass, but "
         f"{'; '.join(why)}. Use another model, or a version of transformers that decodes this one right"
     )
-
-
-def _has_fused_steps(model: PreTrainedModel) -> bool:
-    if model.device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return False
-    from common.generation import delta_rule
-
-    return bool(delta_rule.files(model))
 
 
 def check(

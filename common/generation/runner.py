@@ -14,6 +14,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from common.generation import delta_rule
 from common.generation.cache import Cache, FlashCache, SdpaCache
 from common.generation.scheduler import Group, Space
 from common.generation.stopping import Stopping
@@ -127,8 +128,6 @@ class Runner:
             stack.enter_context(eval_mode(self.model))
             stack.enter_context(merging.merged(self.model))
             if self.kernels:
-                from common.generation import delta_rule  # needs triton, which comes with torch for GPUs
-
                 stack.enter_context(delta_rule.used_by(self.model))
             for module, (keys, values) in zip(self.modules, self.cache.pools, strict=True):
                 module.rl_keys, module.rl_values = keys, values

@@ -3,11 +3,14 @@
 Dims: N tokens, H hidden size, V vocabulary.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 # short sequences of different lengths, and how many of their tokens are a prompt
 ROWS = ([7, 4], [3, 9, 4, 6, 8, 5, 9, 7, 3, 4, 8], [5, 8, 6, 3, 7])
@@ -15,6 +18,7 @@ PROMPT_LENGTHS = (1, 4, 2)
 # Size of a rounding error in the last hidden states, relative to theirs: measured 0.03 in the 28 layers of a 7B
 # model in bf16, and 1e-5 in fp32
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
+FEW = 20_000_000  # parameters: up to so many, `require_saveable` compares values
 
 
 def rounding(model: nn.Module) -> float:
@@ -95,6 +99,78 @@ def require_repeatable(model: nn.Module, states: Callable[[], torch.Tensor]) -> 
         "in training; the ratio of the first update would not be 1. Set gradient_checkpointing to false, or to 0 in "
         f"the model's config.json: {', '.join(f'{name} = {value}' for name, value in found.items()) or 'its noise'}"
     )
+
+
+@torch.no_grad()
+def require_saveable(model: PreTrainedModel) -> None:
+    """Requires that a model can be saved and loaded again, without writing it.
+
+    transformers renames, splits and fuses weights when it saves and loads them. Here that happens
+    without their values, or with them if they are few.
+
+    Args:
+        model: a transformers model, not wrapped by peft, not quantized.
+
+    Raises:
+        ValueError: weights would be lost or changed.
+    """
+    try:
+        wrong = _lost(model, with_values=model.num_parameters() < FEW)
+    except NotImplementedError:  # a conversion that needs values
+        wrong = _lost(model, with_values=True)
+    if wrong:
+        raise ValueError(
+            f"{type(model).__name__}: saved and loaded again, {len(wrong)} of its weights would be lost or changed "
+            f"({wrong[0]}); use another model, or another version of transformers"
+        )
+
+
+def _lost(model: PreTrainedModel, with_values: bool) -> list[str]:
+    """Names of weights that saving and loading would lose or change."""
+    weights = {name: x.cpu() if with_values else x.to("meta") for name, x in model.state_dict().items()}
+    options = dict(config=copy.deepcopy(model.config), dtype=model.dtype, output_loading_info=True)
+    place = {} if with_values else {"device_map": {"": "meta"}}
+    try:
+        saved = revert_weight_conversion(model, weights)
+        again, found = type(model).from_pretrained(None, state_dict=dict(saved), **options, **place)
+    except (RuntimeError, ValueError, KeyError) as error:
+        if isinstance(error, NotImplementedError) and not with_values:
+            raise
+        return [f"{type(error).__name__}: {error}"]
+    wrong = {str(name) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in found[kind]}
+    if with_values:
+        wrong |= {name for name, x in again.state_dict().items() if not torch.equal(x, weights[name])}
+    return sorted(wrong)
+
+
+def require_gradient(model: nn.Module, states: Callable[[], torch.Tensor]) -> None:
+    """Requires that a backward pass works, if the model is trained; leaves no gradients behind.
+
+    Args:
+        model: a transformers causal language model, as it is trained.
+        states: computes hidden states of a few rows with it.
+
+    Raises:
+        ValueError: a kernel has no backward pass, or gives a gradient that is not finite.
+    """
+    first = next((p for p in model.parameters() if p.requires_grad), None)
+    if first is None:
+        return
+    try:
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(states().float().mean(), first, allow_unused=True)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"{type(model).__name__}: must have a backward pass, but it fails here ({error}); remove or upgrade the "
+            "package whose kernel this is"
+        ) from error
+    if gradient is not None and not gradient.isfinite().all():
+        raise ValueError(
+            f"{type(model).__name__}: must have finite gradients, but those of a few tokens are not; take dtype bf16 "
+            "or fp32, or another model"
+        )
 
 
 def _is_noise(name: str, value: Any) -> bool:

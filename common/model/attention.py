@@ -69,7 +69,10 @@ def attention(
     if isinstance(probe, Probe):
         probe.record(module, query, key, value, kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return rl.attend(module, query, key, value, scaling).contiguous(), None
+    width = value.shape[-1]
+    if width < key.shape[-1]:  # as in latent attention; kernels want one size
+        value = F.pad(value, (0, key.shape[-1] - width))
+    return rl.attend(module, query, key, value, scaling)[..., :width].contiguous(), None
 
 
 AttentionInterface.register(NAME, attention)
@@ -168,8 +171,8 @@ class Probe(Packed):
         """Records one call; `attention` calls it before `attend`."""
         self.seen.append(Layer(module, key.shape[1], key.shape[-1], query.shape[1] // key.shape[1]))
         self.unsupported += [kind for name, kind in UNSUPPORTED.items() if kwargs.get(name) is not None]
-        if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
-            self.unsupported.append("keys and values of different sizes")
+        if key.shape[:-1] != value.shape[:-1] or not value.shape[-1] <= key.shape[-1] == query.shape[-1]:
+            self.unsupported.append("values wider than keys")
         window = kwargs.get("sliding_window")
         self.window = min(self.window, FULL if window is None else window)
 

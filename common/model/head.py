@@ -21,6 +21,7 @@ from common.model.modes import eval_mode
 
 CHUNK_TOKENS = 1024  # tokens projected to the vocabulary at once: 0.6 GiB of fp32 logits at V = 151,936
 SUPPRESSED_LOGIT = -1e9  # probability 0 at any temperature, and its square is still finite
+SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # in configs
 SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier")  # in configs
 _scales: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()
 LARGEST_GRADIENT = 2.0**14  # gradients of logits are scaled to this maximum: fp16 holds 6e-8 to 65,504
@@ -154,7 +155,8 @@ def _measure_scale(model: nn.Module) -> float:
 
 def softcap_of(model: nn.Module) -> float | None:
     """The tanh soft cap on a model's logits, if it has one."""
-    return getattr(model.config, "final_logit_softcapping", None)
+    config = model.config.get_text_config()
+    return next((cap for name in SOFT_CAPS if (cap := getattr(config, name, None))), None)
 
 
 def on_tensor_cores(x: torch.Tensor) -> bool:

@@ -134,7 +134,7 @@ class LogProbs(nn.Module):
     def layout(self) -> str:
         """How rows are computed, for logging."""
         name = "packed rows" if self.packed else "rows alone" if self.alone else "padded rows"
-        return f"{name}, hidden states {self.error:.1g} of their size from the plain forward pass"
+        return f"{name}, repeatable, hidden states {self.error:.1g} of their size from the plain forward pass"
 
     def forward(
         self,
@@ -276,9 +276,9 @@ class LogProbs(nn.Module):
         def states() -> torch.Tensor:
             return self.states(prompt_ids, prompts, completion_ids, lengths - prompts)[0]
 
-        agreement.require_repeatable(model, states)
         with eval_mode(model), nullcontext() if self.adapters else merging.as_reference(model):
             plain = agreement.plain_states(model, agreement.ROWS)
+        agreement.require_repeatable(model, states)
         expected = torch.cat([x[n - 1 : -1] for x, n in zip(plain, prompts.tolist(), strict=True)])
         if not expected.isfinite().all():
             return  # broken weights: the first batch of a run stops it, and says so
@@ -297,6 +297,7 @@ class LogProbs(nn.Module):
                 f"{self.error:.3g} of their size, so that log-probabilities would be wrong; use another model"
             )
         self.packed = packed and not self.alone
+        agreement.require_gradient(model, states)
 
 
 def fill(
@@ -443,6 +444,11 @@ def check_head(model: nn.Module) -> None:
         own = model(input_ids=ids, use_cache=False).logits[0].float()
         (hidden,) = agreement.plain_states(model, ids.tolist())
     ours = vocabulary_logits(model, hidden.to(model.get_output_embeddings().weight.device)).to(own.device)
+    if own.shape != ours.shape:
+        raise ValueError(
+            f"{type(model).__name__}: it gives {own.shape[-1]} logits, but its head has {ours.shape[-1]} outputs, so "
+            "that log-probabilities would be wrong; use another model"
+        )
     error, size = (own - ours).abs().max().item(), own.abs().max().item()
     if not error <= 0.02 * size + 1e-4:  # its own logits may be bf16; true for NaN
         raise ValueError(

@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from common.base.checks import require
 from common.base.distributed import print_main
-from common.model import images, logprobs, merging, sources
+from common.model import agreement, images, logprobs, merging, sources
 from common.model import lora as adapters
 from common.model.modes import train_mode
 
@@ -64,7 +64,9 @@ def load_policy(
     model = _load(base, device, dtype, lora.bits if lora else 0)
     rows = model.get_input_embeddings().num_embeddings
     repair_padding(tokenizer, model)
-    if lora:
+    if not lora:
+        agreement.require_saveable(model)
+    else:
         require(
             model.get_input_embeddings().num_embeddings == rows,
             f"{name}: its vocabulary has no token to pad with",

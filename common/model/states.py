@@ -46,8 +46,9 @@ class State:
 
 def argument(decoder: nn.Module) -> str:
     """Name of the decoder's argument for a cache."""
-    # transformers 5.24 renamed it, and 5.40 will drop the old name
-    return "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
+    # transformers 5.24 renamed it for all families, and 5.40 will drop the old names
+    given = inspect.signature(decoder.forward).parameters
+    return next((name for name in ("cache", "past_key_values", "cache_params") if name in given), "past_key_values")
 
 
 def num_attention_layers(decoder: nn.Module) -> int:

@@ -87,28 +87,19 @@ sys.path.insert(0, str(ROOT))
 from common.base import config, devices
 from common.base.checks import require
 from common.model import models, sources
-from common.model.attention import EXPERTS
 from common.planning import layouts, plan, shapes
 from common.run import metrics
 from common.tasks import data
 from common.training import optim
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names in configs
 SPECIALS = ["<pad>", "<unk>", "<end>"]  # the last three ids; the others are the words w0, w1, ...
 SHAPES = {  # model type, vocabulary, hidden, intermediate, layers, heads, key-value heads, positions, tied embeddings
     "qwen0.5b": ("qwen2", 151936, 896, 4864, 24, 14, 2, 32768, True),
     "qwen1.5b": ("qwen2", 151936, 1536, 8960, 28, 12, 2, 32768, True),
     "qwen7b": ("qwen2", 152064, 3584, 18944, 28, 28, 4, 32768, False),
-    "qwen3.5-0.8b": (
-        "qwen3_5_text",
-        248320,
-        1024,
-        3584,
-        24,
-        8,
-        2,
-        32768,
-        True,
-    ),  # three layers of four: linear attention
+    # three layers of four are linear attention
+    "qwen3.5-0.8b": ("qwen3_5_text", 248320, 1024, 3584, 24, 8, 2, 32768, True),
     "qwen3-30b-a3b-6": ("qwen3_moe", 151936, 2048, 6144, 6, 32, 4, 32768, False),  # 6 of 48 layers
     "smollm2": ("llama", 49152, 576, 1536, 30, 9, 3, 8192, True),
     "tiny": ("qwen2", 512, 128, 256, 2, 4, 2, 4096, True),

@@ -37,13 +37,14 @@ SIZES = {
         "ext_pw_out_channel depthwise_separable_out_channel nemo_conv_channels downsample_hidden_size input_size",
     24: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size "
         "expert_ffn_hidden_size",
+    64: "index_topk",  # rows of a sweep are shorter
     16: "q_lora_rank kv_lora_rank o_lora_rank qk_head_dim mamba_head_dim mamba_d_head mamba_headdim chunk_size "
         "mamba_chunk_size max_inference_chunksize d_rel rel_extent adapter_rank image_size block_size laurel_rank "
         "gated_norm_rank ffn_round_up_to_multiple_of block_multiple_of router_hidden_size local_attn_chunk_length "
         "lsh_attn_chunk_length swa_head_dim index_head_dim indexer_head_dim",
     8: "head_dim d_kv dim_head d_head kv_channels attention_head_dim attention_head_size qk_nope_head_dim "
        "qk_rope_head_dim v_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim mamba_d_state "
-       "ssm_state_size state_size hidden_size_per_layer_input patch_size index_topk index_block_size indexer_budget "
+       "ssm_state_size state_size hidden_size_per_layer_input patch_size index_block_size indexer_budget "
        "query_pre_attn_scalar",
     4: "num_hidden_layers n_layer n_layers num_layers num_blocks depth encoder_layers decoder_layers "
        "num_decoder_layers num_encoder_layers num_attention_heads n_head n_heads num_heads encoder_attention_heads "

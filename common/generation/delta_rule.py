@@ -11,13 +11,13 @@ Source: Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464, Equation 10.
 Dims: b rows, Hk query and key heads, H value heads, K key size, V value size.
 """
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
+
+from common.model import states
 
 try:
     import triton
@@ -97,30 +97,19 @@ def step(
     return out, initial_state
 
 
-def files(model: nn.Module) -> list[Any]:
-    """The modeling files of transformers whose layers this kernel serves; none without a GPU and Triton.
+def serves(model: nn.Module) -> bool:
+    """Whether the kernel serves layers of a model; never without a GPU and Triton.
 
     Args:
         model: a transformers causal language model.
     """
-    if triton is None or model.device.type != "cuda":
-        return []
-    names = {type(module).__module__ for module in model.modules()}
-    return [sys.modules[name] for name in sorted(names) if hasattr(sys.modules[name], NAME)]
+    return triton is not None and model.device.type == "cuda" and states.has_function(model, NAME)
 
 
-@contextmanager
-def used_by(model: nn.Module) -> Iterator[None]:
+def used_by(model: nn.Module) -> AbstractContextManager:
     """Puts the kernel in the place of transformers' function, and takes it out again.
 
     Args:
         model: decodes meanwhile; other models of its family may be trained at the same time.
     """
-    before = [(file, getattr(file, NAME)) for file in files(model)]
-    for file, _ in before:
-        setattr(file, NAME, step)
-    try:
-        yield
-    finally:
-        for file, function in before:
-            setattr(file, NAME, function)
+    return states.replaced(model, NAME, lambda function: step)

@@ -98,7 +98,7 @@ def _decode(
     weight, head_device = wide_weight(model), model.get_output_embeddings().weight.device  # a model may be spread
     check_every = CHECK_EVERY if device.type == "cuda" else 1
 
-    with eval_mode(model), merging.merged(model):
+    with eval_mode(model), merging.merged(model), states.limited_steps(model):
         # a prompt is read once per group; then its keys and values are repeated
         places = prompt_mask.long().cumsum(-1) - 1  # -1 where there is padding
         next_positions = prompt_lengths

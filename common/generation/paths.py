@@ -90,7 +90,7 @@ def choose(
     if not reason:
         engine = Path(engine=True)
         engines = [engine, dataclasses.replace(engine, left_padding=False)] if support.kept else [engine]
-        if support.kept and delta_rule.files(model):
+        if support.kept and delta_rule.serves(model):
             engines = [*(dataclasses.replace(path, kernels=True) for path in engines), *engines]
         paths = [*engines, *paths]
     why = [reason] if reason else []

@@ -127,6 +127,7 @@ class Runner:
         with ExitStack() as stack:
             stack.enter_context(eval_mode(self.model))
             stack.enter_context(merging.merged(self.model))
+            stack.enter_context(states.limited_steps(self.model))
             if self.kernels:
                 stack.enter_context(delta_rule.used_by(self.model))
             for module, (keys, values) in zip(self.modules, self.cache.pools, strict=True):

@@ -75,8 +75,16 @@ def attention(
     return rl.attend(module, query, key, value, scaling)[..., :width].contiguous(), None
 
 
+def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """The mask of ordinary calls; notes the sliding window, which some families tell the mask alone."""
+    if kwargs.get("local_size") is not None:
+        _windows_of_masks.append(kwargs["local_size"])
+    return sdpa_mask(*args, **kwargs)
+
+
+_windows_of_masks: list[int] = []
 AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(NAME, mask)
 
 
 def inputs(device: torch.device, path: AttentionPath) -> dict[str, Any]:
@@ -261,6 +269,9 @@ def _examine(model: nn.Module, decoder: nn.Module) -> Support:
         positions = torch.arange(len(first), device=model.device).expand(2, -1)
     else:
         path, positions = probe, torch.cat([torch.arange(n, device=model.device) for n in lengths])[None]
+    _windows_of_masks.clear()
+    decoder(input_ids=ids, use_cache=False)
+    window_of_mask = min(_windows_of_masks, default=FULL)
     hidden = decoder(input_ids=ids, position_ids=positions, **inputs(model.device, path)).last_hidden_state
     hidden, alone = hidden.flatten(0, 1), torch.cat(alone)
     modules = {layer.module for layer in probe.seen}
@@ -278,7 +289,7 @@ def _examine(model: nn.Module, decoder: nn.Module) -> Support:
     if not error <= limit:  # true for NaN
         return _neither(f"sequences computed together give hidden states that differ by {error:.3g} of their size")
     reason = f"some of its layers keep a state ({', '.join(sorted({state.kind for state in kept}))})" if kept else ""
-    return Support(reason, "", tuple(probe.seen), probe.window, kept)
+    return Support(reason, "", tuple(probe.seen), min(probe.window, window_of_mask), kept)
 
 
 def decoder_layers(model: nn.Module, support: Support) -> list[nn.Module]:

@@ -21,8 +21,14 @@ from common.model.modes import eval_mode
 
 CHUNK_TOKENS = 1024  # tokens projected to the vocabulary at once: 0.6 GiB of fp32 logits at V = 151,936
 SUPPRESSED_LOGIT = -1e9  # probability 0 at any temperature, and its square is still finite
-SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier")  # in configs
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # in configs
+SCALES = (
+    "logits_scaling",
+    "logit_scale",
+    "lm_head_multiplier",
+    "output_multiplier",
+    "logits_mup_width_multiplier",
+)  # in configs
 _scales: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()
 LARGEST_GRADIENT = 2.0**14  # gradients of logits are scaled to this maximum: fp16 holds 6e-8 to 65,504
 

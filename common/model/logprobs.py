@@ -54,6 +54,8 @@ def position_limit(model: nn.Module) -> tuple[int | None, str]:
             limits["longrope"] = kind.get("original_max_position_embeddings", config.max_position_embeddings)
         elif kind.get("rope_type") == "dynamic":
             limits["dynamic"] = config.max_position_embeddings
+    if isinstance(top := getattr(config, "index_topk", None), int):
+        return top, f"beyond {top} tokens its sparse attention (index_topk) depends on the other rows of a batch"
     if limits:
         name, limit = min(limits.items(), key=lambda item: item[1])
         reason = f"beyond {limit} tokens its rotary positions ({name}) depend on the other rows of a batch"

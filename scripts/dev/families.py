@@ -28,7 +28,7 @@ SIZES = {
     256: "max_position_embeddings n_positions n_ctx max_seq_len context_length model_max_length sliding_window "
          "sliding_window_size window_size attention_window_size local_attention attention_chunk_size keep_window_size "
          "max_target_positions max_source_positions local_attention_window_len mem_len",
-    64: "lru_width mamba_d_ssm shared_intermediate_size",
+    64: "lru_width mamba_d_ssm shared_intermediate_size index_topk",  # rows of a sweep are shorter than the last
     48: "intermediate_size ffn_hidden_size d_ff dff dim_ff n_inner feed_forward_size intermediate_size_mlp ffn_dim "
         "d_inner encoder_ffn_dim decoder_ffn_dim dense_intermediate_size shared_experts_intermediate_size",
     32: "hidden_size n_embd d_model embedding_dim embedding_size emb_dim attention_hidden_size output_embedding_size "
@@ -43,7 +43,7 @@ SIZES = {
         "lsh_attn_chunk_length swa_head_dim index_head_dim indexer_head_dim",
     8: "head_dim d_kv dim_head d_head kv_channels attention_head_dim attention_head_size qk_nope_head_dim "
        "qk_rope_head_dim v_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim mamba_d_state "
-       "ssm_state_size state_size hidden_size_per_layer_input patch_size index_topk index_block_size indexer_budget "
+       "ssm_state_size state_size hidden_size_per_layer_input patch_size index_block_size indexer_budget "
        "query_pre_attn_scalar",
     4: "num_hidden_layers n_layer n_layers num_layers num_blocks depth encoder_layers decoder_layers "
        "num_decoder_layers num_encoder_layers num_attention_heads n_head n_heads num_heads encoder_attention_heads "

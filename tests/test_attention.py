@@ -138,7 +138,7 @@ def a_convolution(model):
 @pytest.mark.parametrize(("kind", "options", "change", "reason"), [
     ("falcon", {}, None, "does not go through the attention interface"),
     ("diffllama", {}, None, "attend more than once per token"),
-    ("gemma2", dict(head_dim=8), None, "soft-capped attention"),
+    ("gemma2", dict(head_dim=8), None, "soft"),  # capped; transformers or we say it
     ("llama", {}, other_heads, "differ in their number of heads"),
     ("llama", {}, a_layer_without_attention, "1 of its 2 attention layers"), ("llama", {}, a_convolution, "differ by "),
     ("llama", {}, lambda model: model.model.norm.weight.data.fill_(torch.nan), "differ by nan"),

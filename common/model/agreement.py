@@ -129,10 +129,10 @@ def _lost(model: PreTrainedModel, with_values: bool) -> list[str]:
     """Names of weights that saving and loading would lose or change."""
     weights = {name: x.cpu() if with_values else x.to("meta") for name, x in model.state_dict().items()}
     options = dict(config=copy.deepcopy(model.config), dtype=model.dtype, output_loading_info=True)
-    place = {} if with_values else {"device_map": {"": "meta"}}
+    options |= {} if with_values else {"device_map": {"": "meta"}}
     try:
-        saved = revert_weight_conversion(model, weights)
-        again, found = type(model).from_pretrained(None, state_dict=dict(saved), **options, **place)
+        saved = dict(revert_weight_conversion(model, weights))
+        again, found = type(model).from_pretrained(None, state_dict=saved, trust_remote_code=False, **options)
     except (RuntimeError, ValueError, KeyError) as error:
         if isinstance(error, NotImplementedError) and not with_values:
             raise
@@ -158,7 +158,10 @@ def require_gradient(model: nn.Module, states: Callable[[], torch.Tensor]) -> No
         return
     try:
         with torch.enable_grad():
-            (gradient,) = torch.autograd.grad(states().float().mean(), first, allow_unused=True)
+            hidden = states()
+            if not hidden.requires_grad:  # only the head is trained
+                return
+            (gradient,) = torch.autograd.grad(hidden.float().mean(), first, allow_unused=True)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AssertionError) as error:

@@ -264,7 +264,7 @@ def build(name: str, seed: int = 0, **changes) -> PreTrainedModel:
     settings = config(name, **changes)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, trust_remote_code=False).eval()
         for weight_name, weight in model.named_parameters():
             if weight.ndim > 1 and not weight_name.endswith("A_log"):
                 weight *= SCALE

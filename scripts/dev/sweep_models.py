@@ -275,7 +275,7 @@ def _saved(model: PreTrainedModel, ids: torch.Tensor, logits: torch.Tensor) -> f
     """Largest difference of a logit after `save_pretrained` and `from_pretrained`."""
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         model.save_pretrained(folder)
-        again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
         return (again(ids, use_cache=False).logits - logits).abs().max().item()
 
 

@@ -101,11 +101,14 @@ SHAPES = {  # model type, vocabulary, hidden, intermediate, layers, heads, key-v
     # three layers of four are linear attention
     "qwen3.5-0.8b": ("qwen3_5_text", 248320, 1024, 3584, 24, 8, 2, 32768, True),
     "qwen3-30b-a3b-6": ("qwen3_moe", 151936, 2048, 6144, 6, 32, 4, 32768, False),  # 6 of 48 layers
+    # as large as qwen3.5-0.8b, and all of it attention
+    "dense-0.8b": ("qwen3", 248320, 1024, 3584, 28, 16, 8, 32768, True),
     "smollm2": ("llama", 49152, 576, 1536, 30, 9, 3, 8192, True),
     "tiny": ("qwen2", 512, 128, 256, 2, 4, 2, 4096, True),
     "tiny-teacher": ("qwen2", 512, 192, 384, 3, 6, 2, 4096, True),
 }
 OPTIONS = {  # further fields of their configs
+    "dense-0.8b": dict(head_dim=128),
     "qwen3.5-0.8b": dict(head_dim=256, linear_num_key_heads=16, linear_num_value_heads=16, linear_key_head_dim=128,
                          linear_value_head_dim=128, linear_conv_kernel_dim=4,
                          layer_types=6 * [*3 * ["linear_attention"], "full_attention"]),

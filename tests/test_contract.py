@@ -22,7 +22,7 @@ from common.generation.rollout import Sampler
 from common.generation.runner import Runner
 from common.generation.stopping import Stopping
 from common.maths import losses
-from common.model import attention, head, logprobs, models, states
+from common.model import agreement, attention, head, logprobs, models, states
 from common.model.logprobs import LogProbs
 
 zoo = runpy.run_path(str(ROOT / "scripts" / "dev" / "families.py"))
@@ -499,3 +499,51 @@ def test_a_hybrid_trains_and_goes_on_after_a_stop_bit_for_bit(launcher, tmp_path
     one, other = straight.weights(2), parts.weights(2)
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
     assert any(not torch.equal(one[key], weight) for key, weight in straight.weights(1).items())
+
+
+class NoBackward(torch.autograd.Function):
+    """A kernel that only reads, or one that refuses this card."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("incorrect results on this card")
+
+
+def test_a_model_whose_backward_pass_fails_is_refused_unless_it_is_frozen():
+    model = build("llama")
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: NoBackward.apply(output))
+    with pytest.raises(ValueError, match=r"Llama.*must have a backward pass.*incorrect results on this card"):
+        LogProbs(model, 1.0)
+    assert LogProbs(model.requires_grad_(False), 1.0).packed
+    model = build("llama")
+    assert LogProbs(model, 1.0).packed and all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("few", [0, agreement.FEW])
+def test_a_weight_that_saving_or_loading_would_lose_is_found_without_writing(monkeypatch, few):
+    monkeypatch.setattr(agreement, "FEW", few)  # with values, or names and shapes alone
+    model = build("qwen3_moe")
+    agreement.require_saveable(model)
+    model.model.layers[1].extra = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"1 of its weights would be lost or changed \(model.layers.1.extra\)"):
+        agreement.require_saveable(model)
+    model = build("llama")
+    model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(torch.ones(5, 7))
+    with pytest.raises(ValueError, match="would be lost or changed"):
+        agreement.require_saveable(model)
+
+
+def test_small_models_are_compared_by_value(monkeypatch):
+    model = build("llama")
+    convert = agreement.revert_weight_conversion
+
+    def halve(model, weights):
+        return {name: x / 2 if "up_proj" in name else x for name, x in convert(model, weights).items()}
+
+    monkeypatch.setattr(agreement, "revert_weight_conversion", halve)
+    with pytest.raises(ValueError, match="4 of its weights would be lost or changed"):
+        agreement.require_saveable(model)

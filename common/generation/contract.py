@@ -4,6 +4,7 @@ Every path that may serve a model is tried on short prompts of different lengths
 completions of each that end at different tokens, and with more prompts than are decoded at once.
 """
 
+import warnings
 from collections.abc import Callable, Generator, Sequence
 
 import torch
@@ -78,7 +79,9 @@ def forbid_syncs(step: Callable) -> Callable:
     """
 
     def wrapped(*args, **kwargs):
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch calls this mode a prototype
+            torch.cuda.set_sync_debug_mode("error")
         try:
             return step(*args, **kwargs)
         finally:

@@ -191,7 +191,7 @@ def test_sampling_and_scoring_are_done_as_asked_and_said(launcher, tmp_path, scr
     said = [line for line in run.output.splitlines() if line.startswith("rollout: ")]
     (found,) = re.findall(
         r"^rollout: PyTorch's attention over a static cache \(cpu, float32: no flash kernel\); (\S+) nats from "
-        r"the plain forward pass; training: packed rows, .* of their size from the plain forward pass$",
+        r"the plain forward pass; training: packed rows, repeatable, .* from it$",
         *said,
     )
     assert float(found) < 1e-4

@@ -136,7 +136,7 @@ class LogProbs(nn.Module):
     def layout(self) -> str:
         """How rows are computed, for logging."""
         name = "packed rows" if self.packed else "rows alone" if self.alone else "padded rows"
-        return f"{name}, repeatable, hidden states {self.error:.1g} of their size from the plain forward pass"
+        return f"{name}, repeatable, {self.error:.1g} from it"
 
     def forward(
         self,

@@ -105,6 +105,7 @@ def test_a_saved_model_does_not_tell(tmp_path):
     ("mistral", dict(sliding_window=6), 6),
     ("qwen2", dict(use_sliding_window=True, sliding_window=6, layer_types=["full_attention", "sliding_attention"]), 6),
     ("qwen2", dict(use_sliding_window=False, sliding_window=6), FULL),
+    ("phimoe", dict(num_local_experts=2, sliding_window=6), 6),  # tells the mask alone
     ("llama", dict(rope_parameters={**ROPE, "rope_type": "linear"}), FULL),
 ])  # fmt: skip
 def test_up_to_its_window_a_model_attends_to_everything(kind, options, window):

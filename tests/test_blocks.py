@@ -1,14 +1,12 @@
 """Memory of decoder blocks as common/planning/blocks.py measures it, compared with real tensors of tiny models."""
 
-import inspect
-
 import pytest
 import torch
 from conftest import ROOT
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from common.model import lora
+from common.model import lora, states
 from common.planning import blocks, footprint, layouts, plan, shapes
 
 SMALL = dict(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
@@ -83,7 +81,7 @@ def test_the_cache_takes_what_is_planned(shape_of, kind, dtype):
     shape, rows, tokens = shape_of(kind), 3, 7
     model = real(kind, dtype)
     cache = DynamicCache(config=model.get_decoder().config)
-    name = next(name for name in blocks.CACHES if name in inspect.signature(model.get_decoder().forward).parameters)
+    name = states.argument(model.get_decoder())
     with torch.no_grad():
         for length in (tokens - 1, 1):
             model.get_decoder()(input_ids=torch.ones(rows, length, dtype=torch.long), **{name: cache}, use_cache=True)

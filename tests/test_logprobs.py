@@ -496,6 +496,15 @@ def test_a_sequence_with_more_tokens_than_learned_positions_is_refused_by_row():
         policy(prompts, lengths, torch.full((2, 62), 6), torch.tensor([9, 62]))
 
 
+@pytest.mark.parametrize(("top", "limit", "name"), [(32, 32, "index_topk"), (128, 64, "rotary"), (None, 64, "rotary")])
+def test_the_lowest_limit_of_positions_counts(top, limit, name):
+    model = tiny_model("llama", max_position_embeddings=64, rope_parameters=dict(
+        rope_type="dynamic", rope_theta=10_000.0, factor=4.0))  # fmt: skip
+    model.config.index_topk = top
+    found, reason = logprobs.position_limit(model)
+    assert found == limit and name in reason
+
+
 @pytest.mark.parametrize("adapters", [lora.Options(4, 8.0), None], ids=["adapters", "all weights"])
 def test_a_step_leaves_modes_and_settings_as_they_were_wherever_it_fails(model_folders, adapters):
     # GPT-2 has dropout in its config, and the policy checkpoints activations, but not while it samples

@@ -40,8 +40,8 @@ def differ(
         longest: tokens of the longest prompt; 0: a few.
 
     Returns:
-        The difference in nats, mean over the tokens of the worst prompt, and how much rounding allows; NaN if the model
-        gives something that is not finite.
+        The difference in nats, mean over the tokens of the worst prompt, and how much rounding
+        allows; NaN if the model gives something that is not finite.
     """
     long = PROMPTS[0] * (1 + longest // len(PROMPTS[0]))
     prompts = [long[: max(longest, len(PROMPTS[0]))], *PROMPTS[1:]]
@@ -66,7 +66,8 @@ def differ(
             plain = plain.gather(-1, new[:, None]).squeeze(-1)
             differences.append((plain - logps_BT[b, : len(new)]).abs())
     by_prompt = [torch.cat(differences[i : i + GROUP_SIZE]).mean() for i in range(0, len(differences), GROUP_SIZE)]
-    # a relative error of hidden states moves a logit by that share of their spread, a log-probability by twice as much
+    # a relative error of hidden states moves a logit by that share of their spread, a
+    # log-probability by twice as much
     allowed = 2 * agreement.rounding(model) * torch.stack(spreads).mean().item() + 1e-5
     return torch.stack(by_prompt).amax().item(), allowed
 

@@ -50,8 +50,8 @@ class Engine:
             end_ids: every token that ends a completion.
             suppressed_ids: tokens that are never drawn.
             compile: compile the decoder layers and the draw, on a GPU.
-            left_padding: a hybrid model reads prompts of different lengths together, padded; False: one length at a
-                time.
+            left_padding: a hybrid model reads prompts of different lengths together, padded; False:
+                one length at a time.
             graphs: capture decode steps as CUDA graphs; False if they wait for the host.
             kernels: replace steps of linear attention by those of delta_rule.py.
         """
@@ -96,12 +96,15 @@ class Engine:
             group_size: G, completions per prompt.
             uniforms: [B, T] fp64, random numbers of the sequences.
             sampling: the distribution tokens are drawn from.
-            max_rows: sequences decoded at once, at most; 0: as many as memory holds. The others wait.
+            max_rows: sequences decoded at once, at most; 0: as many as memory holds. The others
+                wait.
             images: of the P prompts, if the model is given any.
-            stopping: ends rows at a stop string, at the next host check; the caller cuts what follows it.
+            stopping: ends rows at a stop string, at the next host check; the caller cuts what
+                follows it.
 
         Returns:
-            Tokens [B, T] int64, -1 after the end, and their log-probabilities [B, T] fp32, 0 after the end.
+            Tokens [B, T] int64, -1 after the end, and their log-probabilities [B, T] fp32, 0 after
+            the end.
 
         Raises:
             FloatingPointError: the model gave something that is not finite.
@@ -152,7 +155,8 @@ class Engine:
             groups = min(groups, max(1, max_rows // group_size))
 
         def space(groups: int) -> Space:
-            # where prompts wait, some groups have few rows left: then there are more prompts than rows / group_size
+            # where prompts wait, some groups have few rows left: then there are more prompts than
+            # rows / group_size
             num_prompts = groups if groups == len(prompts) else min(2 * groups, len(prompts))
             rows = groups * group_size
             return Space(rows, max(rows, SMALLEST_BATCH), num_prompts, group_size, longest, new_tokens)

@@ -1,6 +1,7 @@
 """Decoding over transformers' own cache, for models that the engine does not support; draws the same tokens.
 
-Dims: P prompts, G completions per prompt, B = P * G sequences, Q prompt tokens, T new tokens at most.
+Dims: P prompts, G completions per prompt, B = P * G sequences, Q prompt tokens, T new tokens at
+most.
 """
 
 from collections.abc import Generator, Sequence
@@ -46,11 +47,12 @@ def decode(
         max_rows: sequences decoded at once, at most, but one group at least; 0: all.
         images: of the P prompts, if the model is given any.
         stopping: ends rows at a stop string, within a few tokens; the caller cuts what follows it.
-        left_padding: decode prompts of different lengths together; False: only those of one length, for models that
-            padding confuses.
+        left_padding: decode prompts of different lengths together; False: only those of one length,
+            for models that padding confuses.
 
     Returns:
-        Tokens [B, T] int64, -1 after the end, and their log-probabilities [B, T] fp32, 0 after the end.
+        Tokens [B, T] int64, -1 after the end, and their log-probabilities [B, T] fp32, 0 after the
+        end.
 
     Raises:
         FloatingPointError: the model gave something that is not finite.

@@ -94,6 +94,7 @@ def choose(
             engines = [*(dataclasses.replace(path, kernels=True) for path in engines), *engines]
         paths = [*engines, *paths]
     why = [reason] if reason else []
+    # where rows may be longer than the windows, a path must be right there, too
     longest = 0 if support.window == attention.FULL or not reason else support.window
     for path in paths:
         path, failure, error = check(path, model, support, suppressed_ids, longest)
@@ -120,8 +121,8 @@ def check(
         longest: tokens of the longest prompt; 0: a few.
 
     Returns:
-        The path, without graphs if decode steps wait for the host; what is wrong with it, or ""; and
-        the difference in nats.
+        The path, without graphs if decode steps wait for the host; what is wrong with it, or "";
+        and the difference in nats.
     """
     ends = contract.end_ids(model)
     try:

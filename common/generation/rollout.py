@@ -1,9 +1,9 @@
 """Sampling completions from a policy.
 
-Tokens are sampled from the plain softmax at `temperature` over the whole vocabulary, in fp32; nothing is
-taken from a generation_config.json. Every sequence has its own stream of random numbers, named by (seed,
-step, prompt, completion), so the same seed gives the same completions on one GPU or several, in one
-process or many.
+Tokens are sampled from the plain softmax at `temperature` over the whole vocabulary, in fp32;
+nothing is taken from a generation_config.json. Every sequence has its own stream of random numbers,
+named by (seed, step, prompt, completion), so the same seed gives the same completions on one GPU or
+several, in one process or many.
 
 Dims: P prompts, G completions per prompt, B = P * G sequences, C completion tokens.
 """
@@ -51,18 +51,19 @@ class Sampler:
         """Chooses how the replicas decode, and logs it.
 
         Args:
-            replicas: models with equal weights; prompts are dealt to them, and their GPUs work at the same time.
+            replicas: models with equal weights; prompts are dealt to them, and their GPUs work at
+                the same time.
             end_ids: every token that ends a completion.
             pad_id: what stands after the end.
             max_new_tokens: tokens after which a completion is cut off.
             min_new_tokens: no end token before this many.
-            top_p: see `sampling.Sampling`; with it, `top_k` or `min_p` the log-probabilities of a rollout are those of
-                the truncated distribution, the losses' are not.
+            top_p: see `sampling.Sampling`; with it, `top_k` or `min_p` the log-probabilities of a
+                rollout are those of the truncated distribution, the losses' are not.
             top_k: see `sampling.Sampling`.
             min_p: see `sampling.Sampling`.
             suppressed_ids: tokens that are never sampled.
-            rollout_batch: completions decoded at once per replica, at most, but one group at least; 0: as many as
-                memory holds.
+            rollout_batch: completions decoded at once per replica, at most, but one group at least;
+                0: as many as memory holds.
             compile: compile the small operations of a step, on a GPU.
             stopping: stop strings, which end a completion as an end token does.
             trained: the policy as the loss sees it, for the log.
@@ -77,7 +78,8 @@ class Sampler:
         self._warned_of_positions, self._beyond_window, self._beyond_engines = False, None, ()
         self._supports = [attention.install(replica) for replica in replicas]
         self.window = self._supports[0].window
-        # all decode alike, so a replica that the engine cannot serve, such as one with broken weights, decides
+        # all decode alike, so a replica that the engine cannot serve, such as one with broken
+        # weights, decides
         first = next((i for i, support in enumerate(self._supports) if support.not_cached), 0)
         self.path, reason = paths.choose(replicas[first], self._supports[first], max_new_tokens, self.suppressed_ids)
         self.engines = [
@@ -107,16 +109,18 @@ class Sampler:
             temperature: of the softmax; 0 takes the most likely token.
             seed: of the run.
             step: of the run; the same seed and step give the same completions.
-            prompt_numbers: place of each prompt in the whole step's batch, over all ranks; 0..P-1 by default.
+            prompt_numbers: place of each prompt in the whole step's batch, over all ranks; 0..P-1
+                by default.
             images: of the P prompts, for a policy that reads images; the batch refers to them.
 
         Returns:
-            B = P * group_size sequences on the device of the first replica, the completions of a prompt side by side.
+            B = P * group_size sequences on the device of the first replica, the completions of a
+            prompt side by side.
 
         Raises:
             FloatingPointError: the policy gave something that is not finite.
-            FatalOutOfMemoryError: memory does not suffice for one group at a time; until then, fewer
-                are decoded at once, which gives the same completions.
+            FatalOutOfMemoryError: memory does not suffice for one group at a time; until then,
+                fewer are decoded at once, which gives the same completions.
             ValueError: the images are not those of the prompts; or as in `require_fit`.
         """
         self.require_fit(prompts)
@@ -192,7 +196,7 @@ class Sampler:
             self._beyond_window, reason = paths.choose(
                 self.replicas[0], windows, self.max_new_tokens, self.suppressed_ids
             )
-            self._beyond_engines = [  # without a cache, or none
+            self._beyond_engines = [  # `Recompute`, or None for `fallback.decode`
                 self._beyond_window.decoder(replica, support, self.end_ids, self.suppressed_ids, False)
                 for replica, support in zip(self.replicas, self._supports, strict=True)
             ]
@@ -202,13 +206,15 @@ class Sampler:
     def require_fit(self, prompts: Sequence[list[int]]) -> None:
         """Requires prompts that the policy can read; a run checks all of them at its start, not at step 1,000.
 
-        Rotary positions extrapolate, less well: sequences longer than the policy was made for get a warning, once.
+        Rotary positions extrapolate, less well: sequences longer than the policy was made for get a
+        warning, once.
 
         Args:
             prompts: their token ids.
 
         Raises:
-            ValueError: the policy has no such token, or too few learned positions for the longest sequence.
+            ValueError: the policy has no such token, or too few learned positions for the longest
+                sequence.
         """
         size = self.replicas[0].get_input_embeddings().num_embeddings
         highest = [max(ids) for ids in prompts]
@@ -221,7 +227,8 @@ class Sampler:
         places = getattr(self.replicas[0].config.get_text_config(), "max_position_embeddings", None)
         limit, reason = position_limit(self.replicas[0])
         what = f"sequences of up to {longest} tokens (prompt and max_new_tokens)"
-        # an embedding read behind its end would be an IndexError, and on a GPU the end of the process
+        # an embedding read behind its end would be an IndexError, and on a GPU the end of the
+        # process
         require(limit is None or longest <= limit, what, reason, "lower max_prompt_tokens or max_new_tokens")
         if places is None or longest <= places or self._warned_of_positions:
             return
@@ -250,8 +257,8 @@ class Sampler:
 def _in_turn(decoders: list[Generator[None, None, Any]]) -> list[Any]:
     """Runs the decoders of several GPUs, a few steps of each in turn, and returns what they return.
 
-    A GPU computes its steps while the next one is given its own. Threads would do the same, but spend more time handing
-    Python's lock to one another than they gain.
+    A GPU computes its steps while the next one is given its own. Threads would do the same, but
+    spend more time handing Python's lock to one another than they gain.
     """
     results: dict[int, Any] = {}
     try:

@@ -1,8 +1,8 @@
 """The device side of the decode engine: prefill, decode steps, drawing, and CUDA graphs of whole steps.
 
-A decode step gives every row its next token: forward pass, draw, log-probability and end of sequence
-all happen on the device. Weights are read where they are: after an update there is nothing to copy,
-and graphs stay valid as long as parameters keep their storage.
+A decode step gives every row its next token: forward pass, draw, log-probability and end of
+sequence all happen on the device. Weights are read where they are: after an update there is nothing
+to copy, and graphs stay valid as long as parameters keep their storage.
 
 Dims: B sequences of the rollout, b rows decoded together, V vocabulary, T new tokens.
 """
@@ -31,14 +31,16 @@ class RowState:
     """What a decode step knows of each row of the batch, int64 [rows] each, on the device.
 
     Attributes:
-        table: [7, rows], all of the following: one gather closes gaps, and graphs keep their addresses.
+        table: [7, rows], all of the following: one gather closes gaps, and graphs keep their
+            addresses.
         token: the last token drawn.
         count: tokens drawn so far.
         sequence: number of the completion in the rollout.
         start: where the completion begins in the cache.
         prompt_length: tokens of the prompt.
         done: 1 once the completion has ended.
-        position_shift: position of a token less its place in the sequence: images take fewer positions than tokens.
+        position_shift: position of a token less its place in the sequence: images take fewer
+            positions than tokens.
     """
 
     def __init__(self, rows: int, device: torch.device):
@@ -318,8 +320,9 @@ class Runner:
                     self._step(b, sampling)
             torch.cuda.current_stream(self.device).wait_stream(aside)
             graph = torch.cuda.CUDAGraph()
-            # thread_local: what NCCL and other threads do meanwhile is no part of it, and must not end it. A stream of
-            # this GPU: the one that torch would take belongs to the first GPU for which it did
+            # thread_local: what NCCL and other threads do meanwhile is no part of it, and must not
+            # end it. A stream of this GPU: the one that torch would take belongs to the first GPU
+            # for which it did
             options = dict(pool=self.graph_memory, stream=aside, capture_error_mode="thread_local")
             with torch.cuda.device(self.device), torch.cuda.graph(graph, **options):
                 self._step(b, sampling)

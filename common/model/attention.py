@@ -8,7 +8,8 @@ Hybrid models mix attention with layers that keep a state per sequence: linear a
 spaces, convolutions. Such layers read padded rows (`Padded`), and carry their states in a cache of
 transformers (common/model/states.py).
 
-Dims: N tokens of all sequences together, m sequences, T tokens of one, Hq query and Hkv key-value heads of size D.
+Dims: N tokens of all sequences together, m sequences, T tokens of one, Hq query and Hkv key-value
+heads of size D.
 """
 
 import dataclasses
@@ -78,11 +79,11 @@ def attention(
 def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """The mask of ordinary calls; notes the sliding window, which some families tell the mask alone."""
     if kwargs.get("local_size") is not None:
-        _windows_of_masks.append(kwargs["local_size"])
+        _windows_of_masks.add(kwargs["local_size"])
     return sdpa_mask(*args, **kwargs)
 
 
-_windows_of_masks: list[int] = []
+_windows_of_masks: set[int] = set()
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, mask)
 
@@ -201,7 +202,8 @@ class Support:
 
     Attributes:
         not_packed: why sequences cannot be packed; "" if they can.
-        not_cached: why the caches of common/generation/ cannot hold what its layers remember; "" if they can.
+        not_cached: why the caches of common/generation/ cannot hold what its layers remember; "" if
+            they can.
         layers: its attention modules.
         window: up to this many tokens, sliding windows are full attention too.
         kept: states that its other layers keep of each sequence.
@@ -269,7 +271,7 @@ def _examine(model: nn.Module, decoder: nn.Module) -> Support:
         positions = torch.arange(len(first), device=model.device).expand(2, -1)
     else:
         path, positions = probe, torch.cat([torch.arange(n, device=model.device) for n in lengths])[None]
-    _windows_of_masks.clear()
+    _windows_of_masks.clear()  # filled by an ordinary call; one with `rl` builds no mask
     decoder(input_ids=ids, use_cache=False)
     window_of_mask = min(_windows_of_masks, default=FULL)
     hidden = decoder(input_ids=ids, position_ids=positions, **inputs(model.device, path)).last_hidden_state

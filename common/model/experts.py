@@ -1,11 +1,13 @@
 """LoRA on the experts of a mixture, which are slices of one parameter rather than layers.
 
-peft adapts such a parameter (its `target_parameters`) with rank r for each expert: W_e + (alpha / rank) B_e A_e. Its
-modules and files are used as they are, its forward is not: torch's parametrizations change the order of a module's
-parameters. Here the sum stands in for W while the experts compute. It has the dtype of W, as in a rollout, and is kept
-for the backward pass: without gradient checkpointing as much memory as all adapted experts take, with it one layer.
+peft adapts such a parameter (its `target_parameters`) with rank r for each expert: W_e + (alpha /
+rank) B_e A_e. Its modules and files are used as they are, its forward is not: torch's
+parametrizations change the order of a module's parameters. Here the sum stands in for W while the
+experts compute. It has the dtype of W, as in a rollout, and is kept for the backward pass: without
+gradient checkpointing as much memory as all adapted experts take, with it one layer.
 
-Dims: E experts; M and N rows and columns of the matrix of one, whichever of them is its input; r rank.
+Dims: E experts; M and N rows and columns of the matrix of one, whichever of them is its input; r
+rank.
 """
 
 import types
@@ -24,7 +26,8 @@ def is_fused(owner: nn.Module, parameter: torch.Tensor) -> bool:
         owner: the module that has the parameter.
         parameter: one of its own.
     """
-    # other stacks of matrices, as in recurrent blocks, are read by modules that do more: they stay frozen
+    # other stacks of matrices, as in recurrent blocks, are read by modules that do more: they stay
+    # frozen
     return "Experts" in type(owner).__name__ and parameter.ndim == 3 and parameter.is_floating_point()
 
 

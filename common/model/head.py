@@ -22,13 +22,9 @@ from common.model.modes import eval_mode
 CHUNK_TOKENS = 1024  # tokens projected to the vocabulary at once: 0.6 GiB of fp32 logits at V = 151,936
 SUPPRESSED_LOGIT = -1e9  # probability 0 at any temperature, and its square is still finite
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # in configs
-SCALES = (
-    "logits_scaling",
-    "logit_scale",
-    "lm_head_multiplier",
-    "output_multiplier",
-    "logits_mup_width_multiplier",
-)  # in configs
+SCALES = (  # in configs
+    "logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier", "logits_mup_width_multiplier",
+)  # fmt: skip
 _scales: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()
 LARGEST_GRADIENT = 2.0**14  # gradients of logits are scaled to this maximum: fp16 holds 6e-8 to 65,504
 
@@ -212,7 +208,8 @@ def _stats(logits_nV: torch.Tensor, ids_n: torch.Tensor, temperature: float) -> 
     ids_n1 = ids_n[:, None]
     token_n1 = scaled_nV.gather(-1, ids_n1) - top_n1
     weights_nV = scaled_nV.sub_(top_n1).exp_()
-    # both sums in one pass over the logits: with weights w and total W, entropy is log W - sum(w log w) / W
+    # both sums in one pass over the logits: with weights w and total W, entropy is
+    # log W - sum(w log w) / W
     total_n1 = weights_nV.sum(-1, keepdim=True)
     spread_n1 = torch.special.entr(weights_nV).sum(-1, keepdim=True)  # entr(0) is 0
     log_n1 = total_n1.log()

@@ -1,7 +1,7 @@
 """Per-token log-probabilities of completions: the one place that shifts, masks and projects to the vocabulary.
 
-Dims: m sequences, Q prompt tokens, C completion tokens, T = Q + C, M tokens of all sequences together, H hidden size,
-V vocabulary, N completion tokens of a batch, n of them in one chunk.
+Dims: m sequences, Q prompt tokens, C completion tokens, T = Q + C, M tokens of all sequences
+together, H hidden size, V vocabulary, N completion tokens of a batch, n of them in one chunk.
 """
 
 import dataclasses
@@ -48,24 +48,19 @@ def position_limit(model: nn.Module) -> tuple[int | None, str]:
     config = model.config.get_text_config()
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]  # one per type of layer
-    limits = {}
+    places, limits = getattr(config, "max_position_embeddings", None), []
     for kind in kinds:
-        if kind.get("rope_type") == "longrope":
-            limits["longrope"] = kind.get("original_max_position_embeddings", config.max_position_embeddings)
-        elif kind.get("rope_type") == "dynamic":
-            limits["dynamic"] = config.max_position_embeddings
+        if (name := kind.get("rope_type")) in ("longrope", "dynamic"):
+            limit = kind.get("original_max_position_embeddings", places) if name == "longrope" else places
+            reason = f"beyond {limit} tokens its rotary positions ({name}) depend on the other rows of a batch"
+            limits.append((limit, reason))
     if isinstance(top := getattr(config, "index_topk", None), int):
-        return top, f"beyond {top} tokens its sparse attention (index_topk) depends on the other rows of a batch"
-    if limits:
-        name, limit = min(limits.items(), key=lambda item: item[1])
-        reason = f"beyond {limit} tokens its rotary positions ({name}) depend on the other rows of a batch"
-        return limit, reason
-    if any("rotary" in type(module).__name__.lower() for module in model.modules()):
-        return None, ""
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is None or limit < 1:
-        return None, ""
-    return limit, f"the model has {limit} positions"
+        reason = f"beyond {top} tokens its sparse attention (index_topk) depends on the other rows of a batch"
+        limits.append((top, reason))
+    is_rotary = bool(limits) or any("rotary" in type(module).__name__.lower() for module in model.modules())
+    if not is_rotary and places is not None and places > 0:
+        limits.append((places, f"the model has {places} positions"))
+    return min(limits, default=(None, ""))
 
 
 class LogProbs(nn.Module):

@@ -1,7 +1,7 @@
 """Which parts of a model get LoRA adapters: linear layers, and experts of a mixture.
 
-Routers that are no plain linear layer stay frozen, as is usual: if they moved, tokens of a rollout would be computed by
-other experts in training.
+Routers that are no plain linear layer stay frozen, as is usual: if they moved, tokens of a rollout
+would be computed by other experts in training.
 """
 
 import functools
@@ -85,7 +85,8 @@ def _is_linear(module: nn.Module) -> bool:
 def _read_directly(kind: type) -> frozenset[str]:
     """Names of layers whose weights a module reads itself, as Mamba does for its kernels: adapters would not count."""
     bases = [base for base in kind.__mro__ if base.__module__.startswith("transformers.")]
-    # all of it, perhaps cast or transposed; not its dtype or a slice, which only rare paths of old models read
+    # all of it, perhaps cast or transposed; not its dtype or a slice, which only rare paths of old
+    # models read
     reads = re.compile(r"\bself\.([\w.]+)\.weight\b(?!\[|\.(?:data|device|dtype|numel|shape|size)\b)")
     return frozenset(name for base in bases for name in reads.findall(inspect.getsource(base)))
 

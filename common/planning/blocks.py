@@ -1,8 +1,9 @@
 """Memory of decoder blocks that no closed formula describes: they run on the meta device, which counts their tensors.
 
-Layers of linear attention, state-space layers and mixtures of experts make many copies, often in fp32, which differ
-between families and versions of transformers. On the meta device a block makes the same tensors without memory, in
-milliseconds, whatever its size. Blocks of one kind are measured once.
+Layers of linear attention, state-space layers and mixtures of experts make many copies, often in
+fp32, which differ between families and versions of transformers. On the meta device a block makes
+the same tensors without memory, in milliseconds, whatever its size. Blocks of one kind are measured
+once.
 
 Dims: m sequences, T tokens of one, H hidden size.
 """
@@ -10,7 +11,6 @@ Dims: m sequences, T tokens of one, H hidden size.
 import contextlib
 import dataclasses
 import functools
-import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,10 +26,9 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from common.model import lora_targets
+from common.model import lora_targets, states
 
 NAME = "rl_hand_plan"
-CACHES = ("cache", "past_key_values", "cache_params")  # names of a decoder's argument, by family and version
 STEP_ROWS, STEP_TOKENS = 16, 64  # sequences and tokens before the decode step that is measured
 
 
@@ -257,8 +256,7 @@ def _inputs(decoder: nn.Module, rows: int, length: int) -> tuple[list[tuple[nn.M
 def _cached(decoder: nn.Module) -> tuple[DynamicCache, dict[str, Any]]:
     """An empty cache, and the arguments with which a decoder fills it."""
     cache = DynamicCache(config=decoder.config)
-    name = next(name for name in CACHES if name in inspect.signature(decoder.forward).parameters)
-    return cache, {name: cache, "use_cache": True}
+    return cache, {states.argument(decoder): cache, "use_cache": True}
 
 
 def _adapt(model: PreTrainedModel) -> None:

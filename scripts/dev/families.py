@@ -1,10 +1,11 @@
 """Tiny random causal language models of every family that transformers has, to test what must hold for all of them.
 
-Run: python scripts/dev/families.py phi3 jamba     (or no names: all)
-A line gives parameters, seconds, standard deviation of the logits, and how far later tokens move earlier logits.
+Run: python scripts/dev/families.py phi3 jamba     (or no names: all) A line gives parameters,
+seconds, standard deviation of the logits, and how far later tokens move earlier logits.
 
-A model is its family's default configuration with small sizes, and holds a layer of every kind that the family has.
-`VARIANTS` are further configurations that matter: sliding windows, rotary positions that depend on the length, noise.
+A model is its family's default configuration with small sizes, and holds a layer of every kind that
+the family has. `VARIANTS` are further configurations that matter: sliding windows, rotary positions
+that depend on the length, noise.
 """
 
 import sys
@@ -227,7 +228,8 @@ def config(name: str, **changes) -> PreTrainedConfig:
 
     Args:
         name: one of `names()` or `VARIANTS`.
-        **changes: fields that differ; those of the language model, where images or sounds have parts of their own.
+        **changes: fields that differ; those of the language model, where images or sounds have
+            parts of their own.
 
     Returns:
         A configuration for `AutoModelForCausalLM.from_config`.

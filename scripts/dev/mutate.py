@@ -1,4 +1,4 @@
-"""Mutation test: puts 60 small faults into copies of this project, one at a time, and runs the tests on each.
+"""Mutation test: puts 69 small faults into copies of this project, one at a time, and runs the tests on each.
 
 Run:  python scripts/dev/mutate.py --out faults.md                  all faults, each against the fast tier
       python scripts/dev/mutate.py --out faults.md --first-only     only the test files named with each fault
@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-NEEDED = 54
+NEEDED = 62
 FIRST_LIMIT, REST_LIMIT = 900, 7200  # seconds; a run that takes longer counts as hanging
 # these compare text, so they find every edit, whatever its effect
 NO_PROOF = ("tests/test_copies.py", "tests/test_tools.py::test_every_fault_has_its_place_and_its_tests")
@@ -79,8 +79,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
     # rollouts
     ("one-end-token", "mask", "common/generation/runner.py", "(tokens[:, None] == self.end).any(1)",
      "(tokens == self.end[0])", "rollout"),
-    ("cache-keeps-keys", "sync", "common/generation/runner.py", "in self.cache.row_tensors:",
-     "in self.cache.row_tensors[:1]:", "engine"),
+    ("cache-keeps-keys", "sync", "common/generation/runner.py", "[*self.cache.row_tensors, *self",
+     "[*self.cache.row_tensors[:1], *self", "engine"),
     ("cache-mask", "off by one", "common/generation/cache.py", "device=self.device) <= write[:, None]",
      "device=self.device) < write[:, None]", "engine"),
     ("text-cut-off", "off by one", "common/generation/batches.py", "text = decode(ids[:-1])",
@@ -88,6 +88,23 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("drop-forgets", "mask", "common/generation/batches.py", "self.trained = self.trained & ~rows",
      "self.trained = ~rows", "rollout"),
     ("image-positions", "swap", "common/model/images.py", "start += max(h, w)", "start += min(h, w)", "images"),
+    # models of any family: the path they decode on, and states of hybrids
+    ("any-path", "check", "common/generation/paths.py", "        if not failure:\n", "        if True:\n", "contract"),
+    ("best-prompt", "swap", "common/generation/contract.py", "torch.stack(by_prompt).amax()",
+     "torch.stack(by_prompt).amin()", "contract"),
+    ("states-in-order", "swap", "common/model/states.py", "tensor[rows] = value.repeat_interleave(repeats, 0)",
+     "tensor[rows.sort().values] = value.repeat_interleave(repeats, 0)", "states"),
+    ("states-move", "off by one", "common/model/states.py", "len(self.tensors[0]) >= rows",
+     "len(self.tensors[0]) > rows", "states"),
+    ("smallest-time-step", "mask", "common/model/states.py", ".clamp(low, high)", ".clamp(max=high)", "contract"),
+    ("noise-unseen", "check", "common/model/agreement.py", "if torch.equal(one, seeded(1)) or",
+     "if torch.equal(one, seeded(0)) or", "contract"),
+    ("window-of-masks", "check", "common/model/attention.py", "min(probe.window, window_of_mask)", "probe.window",
+     "attention"),
+    ("padding-at-end", "mask", "common/model/attention.py", "mask_mT.flatten().nonzero()",
+     "mask_mT.flip(1).flatten().nonzero()", "contract"),
+    ("modes-lost", "state", "common/model/modes.py", "module.training = training", "module.training = False",
+     "rollout"),
     # data and rewards
     ("answer-as-float", "dtype", "common/tasks/data.py", "str(int(Decimal(repr(value)))) if", "str(int(value)) if",
      "data"),

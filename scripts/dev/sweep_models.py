@@ -3,8 +3,9 @@
 Run: python scripts/dev/sweep_models.py qwen3 jamba     (or no names: all families and variants)
      python scripts/dev/sweep_models.py --write
 
-Paths are chosen as in a run. Then rollouts, log-probabilities and gradients are compared with a second copy of the
-model that the toolkit never touched: each finished row goes through `model(row).logits` alone.
+Paths are chosen as in a run. Then rollouts, log-probabilities and gradients are compared with a
+second copy of the model that the toolkit never touched: each finished row goes through
+`model(row).logits` alone.
 """
 
 import argparse
@@ -61,21 +62,21 @@ class Row:
         kind: of its layers.
         cls: name of its class.
         training: layout of rows in training.
-        training_error: relative difference of hidden states, as probed at load.
         rollout: the decode path.
-        rollout_error: nats, as probed at load.
         reason: why no faster path serves.
         refused: the message, if the model is refused.
-        sampled: largest difference of a sampled token's log-probability from the untouched model, nats.
+        sampled: largest difference of a sampled token's log-probability from the untouched model,
+            nats.
         trained: the same of the log-probabilities that the losses see.
         spread: standard deviation of the logits of a token.
         gradients: relative difference of all gradients from those of the untouched model.
-        idle: weights without a gradient in either model.
-        checkpointing: what gradient checkpointing changes: "same", "none" for lack of support, or why it is refused.
+        checkpointing: what gradient checkpointing changes: "same", "none" for lack of support, or
+            why it is refused.
         saved: largest difference of a logit after saving and loading.
         without_adapters: matrices that LoRA on `all-linear` leaves out.
         speed: tokens per second over those of `model.generate`.
-        exact_up_to: field of the configuration with the number of tokens beyond which log-probabilities differ, or "".
+        exact_up_to: field of the configuration with the number of tokens beyond which
+            log-probabilities differ, or "".
         faults: what must not be.
     """
 
@@ -83,16 +84,13 @@ class Row:
     kind: str = ""
     cls: str = ""
     training: str = ""
-    training_error: float | None = None
     rollout: str = ""
-    rollout_error: float | None = None
     reason: str = ""
     refused: str = ""
     sampled: float | None = None
     trained: float | None = None
     spread: float | None = None
     gradients: float | None = None
-    idle: list[str] = dataclasses.field(default_factory=list)
     checkpointing: str = ""
     saved: float | None = None
     without_adapters: str = ""
@@ -206,13 +204,12 @@ def _measure(row: Row, changes: dict[str, int], speed: bool) -> None:
     with contextlib.redirect_stderr(said):
         policy = LogProbs(model, 1.0)
         row.training = "packed" if policy.packed else "alone" if policy.alone else "padded"
-        row.training_error = policy.error
         vocabulary = model.get_output_embeddings().weight.shape[0]
         sampler = Sampler(
             [model], end_ids=range(2, vocabulary, END_EVERY), pad_id=0, max_new_tokens=NEW_TOKENS,
             rollout_batch=AT_ONCE, trained=policy,
         )  # fmt: skip
-    row.rollout, row.reason, row.rollout_error = _path(sampler, said.getvalue())
+    row.rollout, row.reason = _path(sampler, said.getvalue())
     prompts = _prompts(model, WINDOW_PROMPT_LENGTHS if row.name.endswith("-window") else PROMPT_LENGTHS)
     with torch.no_grad(), contextlib.redirect_stderr(said):
         greedy = sampler.generate(prompts, group_size=GROUP_SIZE, temperature=0.0)
@@ -227,7 +224,6 @@ def _measure(row: Row, changes: dict[str, int], speed: bool) -> None:
     row.trained = _difference(logps_BC, [x.detach() for x in expected])
     row.gradients = _compare_gradients(gradients, plain)
     nothing = {key for key, g in plain.items() if g is None or not g.any()}
-    row.idle = sorted({re.sub(r"\.\d+", "", key) for key in nothing})
     if lost := [key for key, g in gradients.items() if key not in nothing and (g is None or not g.any())]:
         row.faults.append(f"no gradient of {', '.join(lost[:3])}")
     for what, value, limit in (
@@ -257,8 +253,8 @@ def _measure(row: Row, changes: dict[str, int], speed: bool) -> None:
     row.without_adapters = said.getvalue().strip().partition("without: ")[2]
 
 
-def _path(sampler: Sampler, said: str) -> tuple[str, str, float]:
-    """Name of the decode path, why it is no faster one, and its error, from what the log says."""
+def _path(sampler: Sampler, said: str) -> tuple[str, str]:
+    """Name of the decode path, and why it is no faster one, from what the log says."""
     path = sampler.path
     if not path.cached:
         name = "no cache"
@@ -267,8 +263,8 @@ def _path(sampler: Sampler, said: str) -> tuple[str, str, float]:
         name += ", states" if path.engine and sampler.engines[0].runner.states.kept else ""
         name += "" if path.left_padding else ", by length"
     line = next(line for line in said.splitlines() if line.startswith("rollout: "))
-    found = re.search(r"(?:, because (?P<why>.*))?; (?P<error>\S+) nats from the plain forward pass", line)
-    return name, found["why"] or "", float(found["error"])
+    found = re.search(r"(?:, because (?P<why>.*))?; \S+ nats from the plain forward pass", line)
+    return name, found["why"] or ""
 
 
 def _saved(model: PreTrainedModel, ids: torch.Tensor, logits: torch.Tensor) -> float:

@@ -15,6 +15,7 @@ from conftest import ROOT, build_tokenizer
 from test_engine import as_on_gpu  # noqa: F401
 from test_rollout import Letters, calls, completions, flags, lines
 from transformers import AutoModelForImageTextToText, DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from common.generation import paths
 from common.generation.paths import Path
@@ -206,7 +207,7 @@ def test_two_calls_of_attention_in_one_module_fall_back(capsys):
     decoder.set_attn_implementation(attention.NAME)
     wrong = attention.Support("", "", tuple(layers), support.window)
     assert paths.check(Path(engine=True), model, wrong, ())[1]
-    assert paths.choose(model, wrong, 12, ())[0] != Path(engine=True)
+    assert paths.choose(model, wrong, ())[0] != Path(engine=True)
 
 
 # ---- a path that is wrong is not chosen ----
@@ -306,7 +307,7 @@ def test_a_path_that_is_wrong_is_found_by_the_probe_and_not_taken(monkeypatch, n
     mutate(monkeypatch)
     failures = [paths.check(path, model, support, ())[1] for path in wrong]
     assert all(failures), failures
-    path, reason = paths.choose(model, support, 12, ())
+    path, reason = paths.choose(model, support, ())
     assert path == chosen and failures[-1] in reason
 
 
@@ -547,3 +548,23 @@ def test_small_models_are_compared_by_value(monkeypatch):
     monkeypatch.setattr(agreement, "revert_weight_conversion", halve)
     with pytest.raises(ValueError, match="4 of its weights would be lost or changed"):
         agreement.require_saveable(model)
+
+
+def test_a_cache_that_forgets_too_much_is_found_when_rows_pass_the_window(monkeypatch, capsys):
+    # soft-capped attention is not the engine's, so the cache decodes on either side of the window
+    plain = original("gemma2-window")
+    sampler = Sampler([build("gemma2-window")], end_ids=ENDS, pad_id=0, max_new_tokens=12)
+    assert sampler.path == OVER_CACHE and sampler.window == 24
+    update = DynamicSlidingWindowLayer.update
+
+    def forget(self, *args, **kwargs):
+        found = update(self, *args, **kwargs)
+        if self.cumulative_length > self.sliding_window:
+            self.values = self.values * 0
+        return found
+
+    monkeypatch.setattr(DynamicSlidingWindowLayer, "update", forget)
+    long = [*PROMPTS, list(range(4, 34))]
+    batch = sampler.generate(long, group_size=2, temperature=1.0)
+    assert "of up to 42 tokens: now without a cache" in lines(capsys)[-1]
+    assert_plain(batch, plain)

@@ -66,15 +66,15 @@ class Path:
 
 
 def choose(
-    model: PreTrainedModel, support: attention.Support, max_new_tokens: int, suppressed_ids: Sequence[int]
+    model: PreTrainedModel, support: attention.Support, suppressed_ids: Sequence[int], beyond_window: int = 0
 ) -> tuple[Path, str]:
     """The fastest path that agrees with the plain forward pass.
 
     Args:
         model: a transformers causal language model.
         support: from `attention.install`.
-        max_new_tokens: of a completion.
         suppressed_ids: tokens that are never drawn.
+        beyond_window: a sliding window that rows may be longer than, which the engine does not serve; 0: none.
 
     Returns:
         The path, and a clause that says why it is no faster one, and how well it agrees.
@@ -82,10 +82,9 @@ def choose(
     Raises:
         ValueError: no path agrees.
     """
-    # prompt lengths are checked in `Sampler.generate`
     reason = support.not_cached
-    if not reason and support.window < max_new_tokens:
-        reason = f"it has sliding windows of {support.window} tokens"
+    if not reason and beyond_window:
+        reason = f"sequences may be longer than its sliding windows of {beyond_window} tokens"
     paths = [Path(), Path(left_padding=False), Path(cached=False)]
     if not reason:
         engine = Path(engine=True)
@@ -94,10 +93,8 @@ def choose(
             engines = [*(dataclasses.replace(path, kernels=True) for path in engines), *engines]
         paths = [*engines, *paths]
     why = [reason] if reason else []
-    # where rows may be longer than the windows, a path must be right there, too
-    longest = 0 if support.window == attention.FULL or not reason else support.window
     for path in paths:
-        path, failure, error = check(path, model, support, suppressed_ids, longest)
+        path, failure, error = check(path, model, support, suppressed_ids, longest=beyond_window)
         if not failure:
             because = f", because {why[-1]}" if why else ""
             return path, f"{because}; {error:.1g} nats from the plain forward pass"

@@ -77,15 +77,16 @@ class Sampler:
         self.sampling = Sampling(1.0, top_p, top_k, min_p, min_new_tokens)
         self._warned_of_positions, self._beyond_window, self._beyond_engines = False, None, ()
         self._supports = [attention.install(replica) for replica in replicas]
-        self.window = self._supports[0].window
+        self.window = min(self._supports[0].window, attention.window_of(replicas[0]))
         # all decode alike, so a replica that the engine cannot serve, such as one with broken
         # weights, decides
         first = next((i for i, support in enumerate(self._supports) if support.not_cached), 0)
-        self.path, reason = paths.choose(replicas[first], self._supports[first], max_new_tokens, self.suppressed_ids)
-        self.engines = [
-            self.path.decoder(replica, support, end_ids, suppressed_ids, compile)
-            for replica, support in zip(replicas, self._supports, strict=True)
-        ]
+        # prompts are not known yet: with long ones `generate` chooses again
+        beyond = self.window if self.window < max_new_tokens else 0
+        self.path, reason = paths.choose(replicas[first], self._supports[first], self.suppressed_ids, beyond)
+        self.engines = self._decoders(self.path, compile)
+        if beyond:
+            self._beyond_window, self._beyond_engines = self.path, self.engines
         name = self.engines[0].name if self.engines[0] else str(self.path)
         training = f"; training: {trained.layout}" if trained else ""
         print_main(f"rollout: {name}{reason}{training}", file=sys.stderr)
@@ -187,21 +188,22 @@ class Sampler:
     def _within_window(self, prompts: Sequence[list[int]]) -> bool:
         """Whether attention over all sequences is full, as the engine needs it; else chooses the other path, once."""
         longest = max(map(len, prompts)) + self.max_new_tokens
-        if longest <= self.window or not self.path.engine:
+        if longest <= self.window:
             return True
         if self._beyond_window is None:
-            windows = dataclasses.replace(self._supports[0], not_cached=(
-                f"sequences of up to {longest} tokens are longer than its sliding windows of {self.window}"
-            ))  # fmt: skip
-            self._beyond_window, reason = paths.choose(
-                self.replicas[0], windows, self.max_new_tokens, self.suppressed_ids
-            )
-            self._beyond_engines = [  # `Recompute`, or None for `fallback.decode`
-                self._beyond_window.decoder(replica, support, self.end_ids, self.suppressed_ids, False)
-                for replica, support in zip(self.replicas, self._supports, strict=True)
-            ]
-            print_main(f"rollout: now {self._beyond_window}{reason}", file=sys.stderr)
+            choice = paths.choose(self.replicas[0], self._supports[0], self.suppressed_ids, self.window)
+            self._beyond_window, reason = choice
+            self._beyond_engines = self._decoders(self._beyond_window, compile=False)
+            if self._beyond_window != self.path:
+                print_main(f"rollout of up to {longest} tokens: now {self._beyond_window}{reason}", file=sys.stderr)
         return False
+
+    def _decoders(self, path: paths.Path, compile: bool) -> list[Any]:
+        """What decodes with each replica; None for `fallback.decode`."""
+        return [
+            path.decoder(replica, support, self.end_ids, self.suppressed_ids, compile)
+            for replica, support in zip(self.replicas, self._supports, strict=True)
+        ]
 
     def require_fit(self, prompts: Sequence[list[int]]) -> None:
         """Requires prompts that the policy can read; a run checks all of them at its start, not at step 1,000.

@@ -151,17 +151,18 @@ def require_gradient(model: nn.Module, states: Callable[[], torch.Tensor]) -> No
         states: computes hidden states of a few rows with it.
 
     Raises:
-        ValueError: a kernel has no backward pass, or gives a gradient that is not finite.
+        ValueError: a kernel has no backward pass, the gradient does not reach the first layer, or it
+            is not finite.
     """
-    first = next((p for p in model.parameters() if p.requires_grad), None)
-    if first is None:
+    # the embedding first: other weights may be unused, such as XLNet's for masks
+    weights = [model.get_input_embeddings().weight, *model.get_decoder().parameters()]
+    first = next((p for p in weights if p.requires_grad), None)
+    if first is None:  # only the head is trained, or nothing
         return
     try:
         with torch.enable_grad():
-            hidden = states()
-            if not hidden.requires_grad:  # only the head is trained
-                return
-            (gradient,) = torch.autograd.grad(hidden.float().mean(), first, allow_unused=True)
+            hidden = states().float().mean()
+            (gradient,) = torch.autograd.grad(hidden, first, allow_unused=True) if hidden.requires_grad else (None,)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AssertionError) as error:
@@ -169,7 +170,12 @@ def require_gradient(model: nn.Module, states: Callable[[], torch.Tensor]) -> No
             f"{type(model).__name__}: must have a backward pass, but it fails here ({error}); remove or upgrade the "
             "package whose kernel this is"
         ) from error
-    if gradient is not None and not gradient.isfinite().all():
+    if gradient is None:
+        raise ValueError(
+            f"{type(model).__name__}: the gradient must reach its first layers, but a part of its code is not "
+            "differentiable, so that they would never learn; use another model"
+        )
+    if not gradient.isfinite().all():
         raise ValueError(
             f"{type(model).__name__}: must have finite gradients, but those of a few tokens are not; take dtype bf16 "
             "or fp32, or another model"

@@ -19,12 +19,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from common.model import states
+from common.model import agreement, states
 from common.model.modes import eval_mode
 
 NAME = "rl_hand"
@@ -255,6 +255,19 @@ def install(model: nn.Module) -> Support:
     return support
 
 
+def window_of(model: nn.Module) -> int:
+    """The smallest sliding window by which transformers' cache forgets keys; FULL if it forgets none.
+
+    Args:
+        model: a transformers causal language model, wrapped by peft or not.
+    """
+    try:
+        layers = DynamicCache(config=model.config).layers
+    except AttributeError:  # a config without layers: such models have caches of their own
+        return FULL
+    return min((layer.sliding_window for layer in layers if getattr(layer, "sliding_window", None)), default=FULL)
+
+
 def _examine(model: nn.Module, decoder: nn.Module) -> Support:
     """Compares hidden states on a path of this module with those from the model's own attention."""
     if not (expected := states.num_attention_layers(decoder)):
@@ -287,8 +300,7 @@ def _examine(model: nn.Module, decoder: nn.Module) -> Support:
         return _neither(f"it has {probe.unsupported[0]}")
     difference, size = (x.float().norm(dim=-1) for x in (hidden - alone, alone))  # of each token
     error = (difference / size).max().item()
-    limit = 0.01 if hidden.dtype == torch.float32 else 0.1  # rounding in the 28 layers of a 7B model gives 0.03
-    if not error <= limit:  # true for NaN
+    if not error <= agreement.rounding(model):  # true for NaN
         return _neither(f"sequences computed together give hidden states that differ by {error:.3g} of their size")
     reason = f"some of its layers keep a state ({', '.join(sorted({state.kind for state in kept}))})" if kept else ""
     return Support(reason, "", tuple(probe.seen), min(probe.window, window_of_mask), kept)

@@ -499,3 +499,23 @@ def test_a_hybrid_trains_and_goes_on_after_a_stop_bit_for_bit(launcher, tmp_path
     one, other = straight.weights(2), parts.weights(2)
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
     assert any(not torch.equal(one[key], weight) for key, weight in straight.weights(1).items())
+
+
+@pytest.mark.parametrize(("name", "limit"), [
+    *((name, None) for name in ("jamba", "nemotron_h", "granitemoehybrid", "falcon-alibi", "llama") if name in KNOWN),
+    ("gpt2", 40), ("opt", 40),  # learned, the second with two more rows
+])  # fmt: skip
+def test_rows_are_limited_by_positions_that_a_model_has(name, limit):
+    model = build(name, **({"n_positions": 40} if name == "gpt2" else {"max_position_embeddings": 40}))
+    assert logprobs.position_limit(model)[0] == limit
+    ids = torch.randint(3, 97, (1, 60), generator=torch.Generator().manual_seed(0))
+    if limit:
+        return
+    with torch.no_grad():
+        one, other = (model(input_ids=x, use_cache=False).logits[:, :40] for x in (ids, ids[:, :40]))
+    assert (one - other).abs().max() <= NATS
+
+
+@pytest.mark.parametrize(("name", "reason"), [("gemma2", "soft-capped attention"), ("gemma3n_text", "of others")])
+def test_the_reason_for_a_slower_path_is_one_of_the_model(name, reason):
+    assert reason in attention.install(build(name)).not_cached

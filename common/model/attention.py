@@ -269,13 +269,12 @@ def _examine(model: nn.Module, decoder: nn.Module) -> Support:
         positions = torch.arange(len(first), device=model.device).expand(2, -1)
     else:
         path, positions = probe, torch.cat([torch.arange(n, device=model.device) for n in lengths])[None]
-    _windows_of_masks.clear()
-    decoder(input_ids=ids, use_cache=False)
-    window_of_mask = min(_windows_of_masks, default=FULL)
     hidden = decoder(input_ids=ids, position_ids=positions, **inputs(model.device, path)).last_hidden_state
     hidden, alone = hidden.flatten(0, 1), torch.cat(alone)
     modules = {layer.module for layer in probe.seen}
-    if len(modules) != expected:
+    if len(modules) > expected:
+        return _neither("some of its layers read the keys and values of others")
+    if len(modules) < expected:
         return _neither(f"{len(modules)} of its {expected} attention layers are plain attention")
     if len(probe.seen) > len(modules):
         return _neither("some of its attention modules attend more than once per token")
@@ -288,6 +287,9 @@ def _examine(model: nn.Module, decoder: nn.Module) -> Support:
     limit = 0.01 if hidden.dtype == torch.float32 else 0.1  # rounding in the 28 layers of a 7B model gives 0.03
     if not error <= limit:  # true for NaN
         return _neither(f"sequences computed together give hidden states that differ by {error:.3g} of their size")
+    _windows_of_masks.clear()
+    decoder(input_ids=ids, use_cache=False)  # with masks
+    window_of_mask = min(_windows_of_masks, default=FULL)
     reason = f"some of its layers keep a state ({', '.join(sorted({state.kind for state in kept}))})" if kept else ""
     return Support(reason, "", tuple(probe.seen), min(probe.window, window_of_mask), kept)
 

@@ -60,12 +60,22 @@ def position_limit(model: nn.Module) -> tuple[int | None, str]:
         name, limit = min(limits.items(), key=lambda item: item[1])
         reason = f"beyond {limit} tokens its rotary positions ({name}) depend on the other rows of a batch"
         return limit, reason
-    if any("rotary" in type(module).__name__.lower() for module in model.modules()):
-        return None, ""
     limit = getattr(config, "max_position_embeddings", None)
-    if limit is None or limit < 1:
+    if limit is None or limit < 1 or not _has_table(model, limit):
         return None, ""
     return limit, f"the model has {limit} positions"
+
+
+def _has_table(model: nn.Module, positions: int) -> bool:
+    """Whether a model without rotary positions holds a tensor with a row for each position, and up to two for padding.
+
+    State spaces, alibi, and attention without positions hold none.
+    """
+    if any("rotary" in type(module).__name__.lower() for module in model.modules()):
+        return False
+    own = (x for module in model.modules() for x in vars(module).values() if isinstance(x, torch.Tensor))
+    tensors = [*model.parameters(), *model.buffers(), *own]
+    return any(positions <= size <= positions + 2 for x in tensors for size in x.shape)
 
 
 class LogProbs(nn.Module):

@@ -552,8 +552,8 @@ def test_small_models_are_compared_by_value(monkeypatch):
 
 def test_a_cache_that_forgets_too_much_is_found_when_rows_pass_the_window(monkeypatch, capsys):
     # soft-capped attention is not the engine's, so the cache decodes on either side of the window
-    plain = original("gemma2-window")
-    sampler = Sampler([build("gemma2-window")], end_ids=ENDS, pad_id=0, max_new_tokens=12)
+    plain = original("gemma2-window", sliding_window=24)
+    sampler = Sampler([build("gemma2-window", sliding_window=24)], end_ids=ENDS, pad_id=0, max_new_tokens=12)
     assert sampler.path == OVER_CACHE and sampler.window == 24
     update = DynamicSlidingWindowLayer.update
 
@@ -568,3 +568,23 @@ def test_a_cache_that_forgets_too_much_is_found_when_rows_pass_the_window(monkey
     batch = sampler.generate(long, group_size=2, temperature=1.0)
     assert "of up to 42 tokens: now without a cache" in lines(capsys)[-1]
     assert_plain(batch, plain)
+
+
+@pytest.mark.parametrize(("name", "limit"), [
+    *((name, None) for name in ("jamba", "nemotron_h", "granitemoehybrid", "falcon-alibi", "llama") if name in KNOWN),
+    ("gpt2", 40), ("opt", 40),  # learned, the second with two more rows
+])  # fmt: skip
+def test_rows_are_limited_by_positions_that_a_model_has(name, limit):
+    model = build(name, **({"n_positions": 40} if name == "gpt2" else {"max_position_embeddings": 40}))
+    assert logprobs.position_limit(model)[0] == limit
+    ids = torch.randint(3, 97, (1, 60), generator=torch.Generator().manual_seed(0))
+    if limit:
+        return
+    with torch.no_grad():
+        one, other = (model(input_ids=x, use_cache=False).logits[:, :40] for x in (ids, ids[:, :40]))
+    assert (one - other).abs().max() <= NATS
+
+
+@pytest.mark.parametrize(("name", "reason"), [("gemma2", "soft-capped attention"), ("gemma3n_text", "of others")])
+def test_the_reason_for_a_slower_path_is_one_of_the_model(name, reason):
+    assert reason in attention.install(build(name)).not_cached

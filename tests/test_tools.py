@@ -460,6 +460,41 @@ def test_a_model_with_fewer_layers_is_the_same_before_and_after_saving(tmp_path,
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == build_tokenizer().get_vocab()
 
 
+@pytest.mark.parametrize(("kind", "options", "problem"), [
+    ("smollm3", dict(no_rope_layers=[1, 0, 0, 1], layer_types=["full_attention"] * 4), ""),  # a list by layer
+    ("falcon_h1", dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8), ""),  # its list is derived, and all are alike
+    ("jamba", dict(attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=4), "cannot be loaded"),
+    ("qwen3_moe", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, mlp_only_layers=[2]),
+     "cannot be loaded"),
+    ("olmo2", {}, "logits differ by"),
+])  # fmt: skip
+def test_dropping_layers_leaves_what_the_config_describes_or_nothing(tmp_path, monkeypatch, kind, options, problem):
+    if kind == "olmo2":  # a difference that no weight shows
+        load = dropping.models.load_frozen
+
+        def load_other(folder, *args):
+            model = load(folder, *args)
+            model.model.norm.weight.data *= 1 + 0.5 * (".drop-" in folder)
+            return model
+
+        monkeypatch.setattr(dropping.models, "load_frozen", load_other)
+    teacher, student = tiny_model(kind, **{"num_hidden_layers": 4, **options}), tmp_path / "student"
+    teacher.save_pretrained(tmp_path / "teacher")
+    build_tokenizer().save_pretrained(tmp_path / "teacher")
+    arguments = [str(tmp_path / "teacher"), str(student), "--keep", "3"]
+    if problem:
+        with pytest.raises(ValueError, match=f"ForCausalLM: without some of its layers .*{problem}"):
+            dropping.main(arguments)
+        assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
+        return
+    dropping.main(arguments)
+    dropping.drop_layers(teacher, 3)
+    ids = torch.arange(5, 17)[None]
+    with torch.no_grad():
+        again = AutoModelForCausalLM.from_pretrained(student).eval()
+        assert_rounded(again(input_ids=ids).logits, teacher(input_ids=ids).logits, 3 * (4 * 32 + 2 * 64 + 12))
+
+
 def test_dropping_layers_overwrites_nothing_and_takes_llamas_only(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         dropping.main(["nowhere", str(tmp_path)])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -97,7 +98,8 @@ def choose(
         path, failure, error = check(path, model, support, suppressed_ids, longest=beyond_window)
         if not failure:
             because = f", because {why[-1]}" if why else ""
-            return path, f"{because}; {error:.1g} nats from the plain forward pass"
+            found = "not finite" if math.isnan(error) else f"{error:.1g} nats from the plain forward pass"
+            return path, f"{because}; {found}"
         why.append(f"{path}: {failure}")
     raise ValueError(
         f"{type(model).__name__}: sampled tokens must have the log-probabilities of the plain forward pass, but "

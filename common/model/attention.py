@@ -284,13 +284,12 @@ def _examine(model: nn.Module, decoder: nn.Module) -> Support:
         positions = torch.arange(len(first), device=model.device).expand(2, -1)
     else:
         path, positions = probe, torch.cat([torch.arange(n, device=model.device) for n in lengths])[None]
-    _windows_of_masks.clear()  # filled by an ordinary call; one with `rl` builds no mask
-    decoder(input_ids=ids, use_cache=False)
-    window_of_mask = min(_windows_of_masks, default=FULL)
     hidden = decoder(input_ids=ids, position_ids=positions, **inputs(model.device, path)).last_hidden_state
     hidden, alone = hidden.flatten(0, 1), torch.cat(alone)
     modules = {layer.module for layer in probe.seen}
-    if len(modules) != expected:
+    if len(modules) > expected:
+        return _neither("some of its layers read the keys and values of others")
+    if len(modules) < expected:
         return _neither(f"{len(modules)} of its {expected} attention layers are plain attention")
     if len(probe.seen) > len(modules):
         return _neither("some of its attention modules attend more than once per token")
@@ -302,6 +301,9 @@ def _examine(model: nn.Module, decoder: nn.Module) -> Support:
     error = (difference / size).max().item()
     if not error <= agreement.rounding(model):  # true for NaN
         return _neither(f"sequences computed together give hidden states that differ by {error:.3g} of their size")
+    _windows_of_masks.clear()  # filled by an ordinary call; one with `rl` builds no mask
+    decoder(input_ids=ids, use_cache=False)
+    window_of_mask = min(_windows_of_masks, default=FULL)
     reason = f"some of its layers keep a state ({', '.join(sorted({state.kind for state in kept}))})" if kept else ""
     return Support(reason, "", tuple(probe.seen), min(probe.window, window_of_mask), kept)
 

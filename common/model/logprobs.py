@@ -57,10 +57,21 @@ def position_limit(model: nn.Module) -> tuple[int | None, str]:
     if isinstance(top := getattr(config, "index_topk", None), int):
         reason = f"beyond {top} tokens its sparse attention (index_topk) depends on the other rows of a batch"
         limits.append((top, reason))
-    is_rotary = bool(limits) or any("rotary" in type(module).__name__.lower() for module in model.modules())
-    if not is_rotary and places is not None and places > 0:
+    if not limits and places is not None and places > 0 and _has_table(model, places):
         limits.append((places, f"the model has {places} positions"))
     return min(limits, default=(None, ""))
+
+
+def _has_table(model: nn.Module, positions: int) -> bool:
+    """Whether a model without rotary positions holds a tensor with a row for each position, and up to two for padding.
+
+    State spaces, alibi, and attention without positions hold none.
+    """
+    if any("rotary" in type(module).__name__.lower() for module in model.modules()):
+        return False
+    own = (x for module in model.modules() for x in vars(module).values() if isinstance(x, torch.Tensor))
+    tensors = [*model.parameters(), *model.buffers(), *own]
+    return any(positions <= size <= positions + 2 for x in tensors for size in x.shape)
 
 
 class LogProbs(nn.Module):
@@ -131,7 +142,7 @@ class LogProbs(nn.Module):
     def layout(self) -> str:
         """How rows are computed, for logging."""
         name = "packed rows" if self.packed else "rows alone" if self.alone else "padded rows"
-        return f"{name}, repeatable, {self.error:.1g} from it"
+        return f"{name}, not finite" if math.isnan(self.error) else f"{name}, repeatable, {self.error:.1g} from it"
 
     def forward(
         self,

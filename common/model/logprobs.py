@@ -305,7 +305,8 @@ class LogProbs(nn.Module):
                 f"{self.error:.3g} of their size, so that log-probabilities would be wrong; use another model"
             )
         self.packed = packed and not self.alone
-        agreement.require_gradient(model, states)
+        if self.adapters:  # a reference has no gradient
+            agreement.require_gradient(model, states)
 
 
 def fill(

@@ -4,11 +4,12 @@ import re
 import runpy
 
 import pytest
+import torch
 import transformers
 from conftest import ROOT
 
 from common.generation import contract
-from scripts.dev import families
+from scripts.dev import benchmark_models, families
 
 sweep_models = runpy.run_path(str(ROOT / "scripts" / "dev" / "sweep_models.py"))
 PAGE = (ROOT / "docs" / "models.md").read_text()
@@ -63,3 +64,11 @@ def test_only_the_part_between_the_markers_is_written():
     page = sweep_models["page"](rows, f"before\n{start}\nold\n{end}\nafter\n")
     assert page.startswith(f"before\n{start}\n") and page.endswith(f"{end}\nafter\n") and "old" not in page
     assert "- its logits differ by N (of N) from a head: `a`" in page
+
+
+def test_the_speed_of_a_shape_is_measured_beside_generate():
+    row = benchmark_models.measure("tiny", torch.device("cpu"), rows=8, new_tokens=4, plain=True)
+    shape, _, rows, ours, theirs, ratio, mismatch = (cell.strip() for cell in row.strip("|").split("|"))
+    assert (shape, rows) == ("tiny", "8") and float(mismatch) < 1e-4
+    expected = float(ours.replace(",", "")) / float(theirs.replace(",", ""))
+    assert float(ratio.removesuffix(" x")) == pytest.approx(expected, abs=0.2)

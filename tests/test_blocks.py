@@ -76,6 +76,7 @@ BOTH = [(kind, "bf16") for kind in FAMILIES] + [(kind, "fp32") for kind in ("qwe
 
 
 @pytest.mark.parametrize(("kind", "dtype"), BOTH)
+@pytest.mark.families
 def test_the_cache_takes_what_is_planned(shape_of, kind, dtype):
     """Allocated by transformers after a prompt and a decode step; a sliding window may hold fewer tokens."""
     shape, rows, tokens = shape_of(kind), 3, 7
@@ -141,6 +142,7 @@ def test_blocks_with_adapters_keep_what_is_planned(shape_of, kind):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen3_5_text", "granitemoehybrid"])
+@pytest.mark.families
 def test_a_backward_pass_takes_what_is_planned(shape_of, kind, checkpointing):
     rows, length, H = 16, 128, SMALL["hidden_size"]
     planned = shape_of(kind).blocks.measure(rows, length, torch.bfloat16)
@@ -182,6 +184,7 @@ def test_a_plan_counts_states_for_each_row_and_experts_for_each_token(folder_of)
     assert activations[1] == pytest.approx(activations[0], rel=0.03) and activations[2] > 1.2 * activations[0]
 
 
+@pytest.mark.families
 def test_models_without_attention_and_with_mlps_of_several_sizes_have_a_shape(tmp_path):
     sizes = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=8)
     AutoConfig.for_model("mamba", **sizes).save_pretrained(tmp_path / "mamba")

@@ -26,7 +26,10 @@ ROWS = {cells[0]: cells for cells in lines_of(TABLE)}
 
 
 # Attention, experts, latent attention with experts, a hybrid, a state space; refused; without a cache
-@pytest.mark.parametrize("name", ["qwen3", "mixtral", "deepseek_v3", "lfm2", "mamba2", "bert", "rwkv"])
+@pytest.mark.parametrize("name", [
+    "qwen3", "lfm2",
+    *(pytest.param(name, marks=pytest.mark.families) for name in ("mixtral", "deepseek_v3", "mamba2", "bert", "rwkv")),
+])  # fmt: skip
 @same_version
 def test_the_page_says_what_a_model_does_now(name):
     row = sweep_models["sweep"](name, speed=False)

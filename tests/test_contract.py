@@ -588,3 +588,17 @@ def test_rows_are_limited_by_positions_that_a_model_has(name, limit):
 @pytest.mark.parametrize(("name", "reason"), [("gemma2", "soft-capped attention"), ("gemma3n_text", "of others")])
 def test_the_reason_for_a_slower_path_is_one_of_the_model(name, reason):
     assert reason in attention.install(build(name)).not_cached
+
+
+def test_a_path_that_is_not_finite_where_the_plain_pass_is_serves_no_model(monkeypatch):
+    step = Runner._step
+
+    def overflow(self, b, *args):
+        for keys, _ in self.cache.pools:
+            keys.fill_(torch.nan)
+        step(self, b, *args)
+
+    monkeypatch.setattr(Runner, "_step", overflow)
+    model = build("llama")
+    path, reason = paths.choose(model, attention.install(model), ())
+    assert path == OVER_CACHE and "engine: differs by inf nats" in reason

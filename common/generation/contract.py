@@ -4,6 +4,7 @@ Every path that may serve a model is tried on short prompts of different lengths
 completions of each that end at different tokens, and with more prompts than are decoded at once.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Generator, Sequence
 
@@ -41,7 +42,7 @@ def differ(
 
     Returns:
         The difference in nats, mean over the tokens of the worst prompt, and how much rounding
-        allows; NaN if the model gives something that is not finite.
+        allows; infinite if only the path is not finite, NaN if the plain pass is not either.
     """
     long = PROMPTS[0] * (1 + longest // len(PROMPTS[0]))
     prompts = [long[: max(longest, len(PROMPTS[0]))], *PROMPTS[1:]]
@@ -53,7 +54,9 @@ def differ(
     except StopIteration as done:
         tokens_BT, logps_BT = done.value
     except FloatingPointError:
-        return float("nan"), 0.0
+        with eval_mode(model):
+            plain_is_finite = all(x.isfinite().all() for x in agreement.plain_states(model, prompts))
+        return math.inf if plain_is_finite else math.nan, 0.0
     ends, suppressed = (torch.tensor(list(x), device=model.device).long() for x in (end_ids(model), suppressed_ids))
     differences, spreads = [], []
     with eval_mode(model):

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -236,7 +236,7 @@ def install(model: nn.Module) -> Support:
     decoder = model.get_decoder()
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         return _neither("its layers are spread over several devices")
-    if not getattr(decoder, "_can_set_attn_implementation", bool)():
+    if not isinstance(decoder, PreTrainedModel) or not decoder._can_set_attn_implementation():
         return _neither("its attention does not go through the attention interface of transformers")
     kinds = set(getattr(decoder.config, "layer_types", None) or ())
     if odd := kinds - {"full_attention", "sliding_attention", *states.LAYER_TYPES}:

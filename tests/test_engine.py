@@ -462,7 +462,7 @@ def test_as_many_groups_are_decoded_at_once_as_memory_holds(monkeypatch, share, 
 
 def test_ended_rows_leave_for_waiting_prompts_once_a_quarter_of_the_batch_is_free():
     space = Space(rows=8, batch=8, prompts=4, group_size=2, longest=5, tokens=10)
-    schedule = Scheduler([3, 5, 1, 2, 4, 2], space, check_every=4, padded=False)
+    schedule = Scheduler([3, 5, 1, 2, 4, 2], space, check_every=4, smallest=0)
     entered = schedule.admit()
     assert entered == schedule.groups() and [group.prompt for group in entered] == [0, 1, 2, 3]
     assert [group.places for group in entered] == [slice(i, i + 2) for i in (0, 2, 4, 6)]
@@ -482,7 +482,7 @@ def test_ended_rows_leave_for_waiting_prompts_once_a_quarter_of_the_batch_is_fre
 
 def test_batches_for_graphs_come_in_few_sizes_and_shrink_only_to_those():
     space = Space(rows=50, batch=50, prompts=50, group_size=1, longest=1, tokens=9)
-    schedules = {n: Scheduler([1] * n, space, 4, padded=True) for n in (1, 8, 9, 17, 33, 50)}
+    schedules = {n: Scheduler([1] * n, space, 4, smallest=8) for n in (1, 8, 9, 17, 33, 50)}
     assert all(len(schedule.admit()) == n for n, schedule in schedules.items())
     assert {n: schedule.batch_size for n, schedule in schedules.items()} == {1: 8, 8: 8, 9: 16, 17: 32, 33: 50, 50: 50}
     for n, ended, kept in ((17, 0, None), (33, 1, list(range(1, 33))), (50, 17, None), (8, 8, [])):

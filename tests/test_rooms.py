@@ -18,6 +18,8 @@ FLOORS = (
     ("common.tasks",),
     # a language model from its folder to log-probabilities: loading, LoRA, images, attention, reward models
     ("common.model",),
+    # decode steps of Llama-like models as Triton kernels
+    ("common.fused",),
     # completions from a policy | what an update takes: AdamW, micro-batches, sharding, offloading
     ("common.generation", "common.training"),
     # checkpoints, metrics, guards, rules | teachers and the divergences from them | whether a run fits, beforehand

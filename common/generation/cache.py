@@ -51,6 +51,9 @@ class Cache(Protocol):
     def starts(self, group: Group) -> list[int]:
         """Where the completion of each row begins, as `decode` takes it."""
 
+    def prompt_start(self, group: Group) -> int:
+        """Where the prompt begins."""
+
     def prefill(self, groups: list[Group]) -> Packed:
         """The attention path of prompts that enter the cache."""
 
@@ -230,6 +233,10 @@ class FlashCache:
         """First slot of each completion in the pool."""
         return [self.first_row + row.slot * self.space.tokens for row in group.rows]
 
+    def prompt_start(self, group: Group) -> int:
+        """First slot of the prompt in the pool."""
+        return group.slot * self.space.longest
+
     def prefill(self, groups: list[Group]) -> FlashPrefill:
         """See `Cache.prefill`."""
         path = FlashPrefill.of([group.length for group in groups], self.device)
@@ -344,6 +351,10 @@ class SdpaCache:
     def starts(self, group: Group) -> list[int]:
         """Behind the prompt, in every row."""
         return [group.length] * len(group.rows)
+
+    def prompt_start(self, group: Group) -> int:
+        """At the beginning of every row."""
+        return 0
 
     def prefill(self, groups: list[Group]) -> SdpaPrefill:
         """See `Cache.prefill`."""

@@ -41,6 +41,7 @@ class Engine:
         left_padding: bool = True,
         graphs: bool = True,
         kernels: bool = False,
+        fused: bool = False,
     ):
         """Sets up an empty engine.
 
@@ -54,9 +55,11 @@ class Engine:
                 one length at a time.
             graphs: capture decode steps as CUDA graphs; False if they wait for the host.
             kernels: replace steps of linear attention by those of delta_rule.py.
+            fused: decode by the kernels of common/fused/.
         """
         self.model, self.device, self.rows = model, model.device, 0
-        self.runner = Runner(model, support, end_ids, suppressed_ids, compile, left_padding, graphs, kernels)
+        options = compile, left_padding, graphs, kernels, fused
+        self.runner = Runner(model, support, end_ids, suppressed_ids, *options)
         self.check_every = CHECK_EVERY if self.device.type == "cuda" else 1
 
     @property
@@ -68,7 +71,7 @@ class Engine:
         if runner.cache.kind == "sdpa":
             dtype = str(self.model.dtype).removeprefix("torch.")
             return f"PyTorch's attention over a static cache{states} ({self.device.type}, {dtype}: no flash kernel)"
-        compiled = ", compiled layers" if runner.compiled_layers else ""
+        compiled = ", compiled layers" if runner.compiled_layers else ", fused blocks" if runner.fused else ""
         graphs = ", CUDA graphs" if runner.use_graphs else ""
         return f"flash attention, shared prompts{states}{graphs}{compiled}"
 
@@ -114,7 +117,9 @@ class Engine:
         space = self._plan(prompts, group_size, T, max_rows)
         self.rows = space.rows
         runner.reserve(space, uniforms)
-        schedule, kept = Scheduler([len(ids) for ids in prompts], space, self.check_every, runner.use_graphs), None
+        # fused steps are so short that few rows deserve graphs of their own
+        smallest = (1 if runner.fused else SMALLEST_BATCH) if runner.use_graphs else 0
+        schedule, kept = Scheduler([len(ids) for ids in prompts], space, self.check_every, smallest), None
         with runner.attached():
             while schedule.unfinished:
                 entered = schedule.admit()
@@ -164,14 +169,15 @@ class Engine:
         if self.device.type == "cuda":
             free = devices.free_bytes(self.device) + self.cache_bytes  # the cache can be allocated anew
             vocabulary = self.model.get_output_embeddings().weight.shape[0]
-            states = self.runner.states.bytes_per_row
+            states, fused = self.runner.states.bytes_per_row, self.runner.fused
+            buffers = fused.bytes_per_row if fused else 0
 
             def needed(groups: int) -> int:
                 # logits and their copies in the draw; states are copied while a graph is captured
                 return (
                     cache.bytes(space(groups))
                     + 16 * groups * group_size * vocabulary
-                    + 2 * states * space(groups).batch
+                    + (2 * states + buffers) * space(groups).batch
                 )
 
             while groups and needed(groups) > 0.9 * free:

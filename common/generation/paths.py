@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
+from common.fused import blocks
 from common.generation import contract, delta_rule, fallback
 from common.generation.engine import Engine
 from common.generation.recompute import Recompute
@@ -26,6 +27,7 @@ class Path:
         left_padding: prompts of different lengths are read together, where padding can matter.
         graphs: decode steps are CUDA graphs, on a GPU.
         kernels: steps of linear attention are those of delta_rule.py, on a GPU.
+        fused: decode steps are the kernels of common/fused/, on a GPU.
     """
 
     engine: bool = False
@@ -33,12 +35,13 @@ class Path:
     left_padding: bool = True
     graphs: bool = True
     kernels: bool = False
+    fused: bool = False
 
     def __str__(self) -> str:
         if not self.cached:
             return Recompute.name
         name = "engine" if self.engine else "over the cache of transformers"
-        name += " with fused kernels" if self.kernels else ""
+        name += " with fused kernels" if self.kernels else " with fused blocks" if self.fused else ""
         return name if self.left_padding else f"{name}, prompts of one length at a time"
 
     def decoder(
@@ -62,7 +65,7 @@ class Path:
             return Recompute(model, end_ids, suppressed_ids)
         if not self.engine:
             return None
-        options = self.left_padding, self.graphs, self.kernels
+        options = self.left_padding, self.graphs, self.kernels, self.fused
         return Engine(model, support, end_ids, suppressed_ids, compile, *options)
 
 
@@ -87,13 +90,18 @@ def choose(
     if not reason and beyond_window:
         reason = f"sequences may be longer than its sliding windows of {beyond_window} tokens"
     paths = [Path(), Path(left_padding=False), Path(cached=False)]
+    why = [reason] if reason else []
     if not reason:
         engine = Path(engine=True)
         engines = [engine, dataclasses.replace(engine, left_padding=False)] if support.kept else [engine]
         if support.kept and delta_rule.serves(model):
             engines = [*(dataclasses.replace(path, kernels=True) for path in engines), *engines]
+        if model.device.type == "cuda" and not support.kept:
+            if against := blocks.reason_against(model, support):
+                why.append(f"fused blocks do not serve it ({against})")
+            else:
+                engines = [dataclasses.replace(engine, fused=True), *engines]
         paths = [*engines, *paths]
-    why = [reason] if reason else []
     for path in paths:
         path, failure, error = check(path, model, support, suppressed_ids, longest=beyond_window)
         if not failure:

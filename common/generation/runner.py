@@ -14,6 +14,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from common.fused.step import Step
 from common.generation import delta_rule
 from common.generation.cache import Cache, FlashCache, SdpaCache
 from common.generation.scheduler import Group, Space
@@ -31,7 +32,7 @@ class RowState:
     """What a decode step knows of each row of the batch, int64 [rows] each, on the device.
 
     Attributes:
-        table: [7, rows], all of the following: one gather closes gaps, and graphs keep their
+        table: [8, rows], all of the following: one gather closes gaps, and graphs keep their
             addresses.
         token: the last token drawn.
         count: tokens drawn so far.
@@ -41,12 +42,13 @@ class RowState:
         done: 1 once the completion has ended.
         position_shift: position of a token less its place in the sequence: images take fewer
             positions than tokens.
+        prompt_start: where the prompt begins in the cache.
     """
 
     def __init__(self, rows: int, device: torch.device):
-        self.table = torch.zeros(7, rows, dtype=torch.long, device=device)
+        self.table = torch.zeros(8, rows, dtype=torch.long, device=device)
         self.token, self.count, self.sequence, self.start = self.table[:4]
-        self.prompt_length, self.done, self.position_shift = self.table[4:]
+        self.prompt_length, self.done, self.position_shift, self.prompt_start = self.table[4:]
 
     def __len__(self) -> int:
         return self.table.shape[1]
@@ -58,7 +60,7 @@ class RowState:
 
     def pad(self, rows: int, batch: int, start: int) -> None:
         """Fills a batch up from `rows` to `batch` with ended rows, which write to `start` in the cache."""
-        values = [0, 1, 0, start, 0, 1, 0]  # one token drawn, done
+        values = [0, 1, 0, start, 0, 1, 0, 0]  # one token drawn, done
         self.table[:, rows:batch] = torch.tensor(values, device=self.table.device)[:, None]
 
 
@@ -75,6 +77,7 @@ class Runner:
         left_padding: bool,
         graphs: bool,
         kernels: bool,
+        fused: bool,
     ):
         """Chooses the cache; no memory is allocated yet. See `engine.Engine` for the arguments."""
         self.model, self.decoder, self.device = model, model.get_decoder(), model.device
@@ -85,7 +88,8 @@ class Runner:
         self.states, self.left_padding = states.Pool(self.decoder, support.kept), left_padding
         self.use_graphs = graphs and self.device.type == "cuda" and kind is FlashCache
         self.kernels, self.compiled_layers = kernels, []
-        if compile and self.use_graphs:
+        self.fused = Step(model, support, end_ids, suppressed_ids) if fused else None
+        if compile and self.use_graphs and not fused:
             blocks = attention.decoder_layers(model, support)
             self.compiled_layers = states.stateless_parts(self.decoder) if support.kept else blocks
         self._draw = torch.compile(self._draw_eager, dynamic=True) if self.compiled_layers else self._draw_eager
@@ -104,6 +108,8 @@ class Runner:
         """Gets memory ready for a rollout; what graphs point to is allocated anew only when it has to grow."""
         total = uniforms.numel()
         moved = self.cache.reserve(space) | self.states.reserve(space.batch)
+        if self.fused:
+            moved |= self.fused.reserve(space.batch, space.longest + space.tokens)
         if space.batch > len(self.state):
             moved = True
             self.state = RowState(space.batch, self.device)
@@ -166,7 +172,9 @@ class Runner:
         here, state = slice(groups[0].first, groups[-1].places.stop), self.state
         starts = [start for group in groups for start in self.cache.starts(group)]
         numbers = [row.sequence for group in groups for row in group.rows]
-        state.sequence[here], state.start[here] = torch.tensor([numbers, starts], device=self.device)
+        prompts_at = [self.cache.prompt_start(group) for group in groups for _ in group.rows]
+        places = torch.tensor([numbers, starts, prompts_at], device=self.device)
+        state.sequence[here], state.start[here], state.prompt_start[here] = places
         state.count[here], state.done[here] = 0, 0
         state.prompt_length[here] = torch.tensor(lengths, device=self.device).repeat_interleave(group_size)
         state.position_shift[here] = shift.to(self.device).repeat_interleave(group_size)
@@ -273,6 +281,8 @@ class Runner:
     def _step(self, b: int, sampling: Sampling, longest: int = 0) -> None:
         """One token for the first b rows; under a graph it reads and writes device memory only."""
         state = self.state
+        if self.fused:
+            return self._fused_step(b, sampling)
         position = state.prompt_length[:b] + state.count[:b] - 1
         path = self.cache.decode(state.start[:b], state.count[:b], longest)
         hidden = self.decoder(
@@ -282,13 +292,26 @@ class Runner:
         )
         self._emit(hidden.last_hidden_state[:, 0], slice(0, b), sampling, self._draw)
 
+    def _fused_step(self, b: int, sampling: Sampling) -> None:
+        """As `_step`, by the kernels of common/fused/."""
+        with torch.cuda.device(self.device):  # where Triton launches
+            logits = self.fused.logits(b, self.state.table, self.cache, sampling)
+            if self.fused.draws(sampling):
+                outputs = self.uniforms, self.out_tokens, self.out_logps, self.healthy
+                self.fused.draw(b, self.state.table, *outputs, self.cache.space.tokens, sampling)
+            else:
+                self._record(logits, slice(0, b), sampling, self._draw)
+
     def _emit(self, hidden: torch.Tensor, rows: slice, sampling: Sampling, draw_tokens: Callable) -> None:
         """Draws the next token of some rows from their last hidden states, and records it."""
-        self.healthy.logical_and_(hidden.isfinite().all())
+        self._record(vocabulary_logits(self.model, hidden, self.head_weight), rows, sampling, draw_tokens)
+
+    def _record(self, logits: torch.Tensor, rows: slice, sampling: Sampling, draw_tokens: Callable) -> None:
+        """As `_emit`, from logits."""
+        self.healthy.logical_and_(logits.isfinite().all())
         state, T = self.state, self.cache.space.tokens
         count, done = state.count[rows], state.done[rows].bool()
         place = state.sequence[rows] * T + count.clamp(max=T - 1)
-        logits = vocabulary_logits(self.model, hidden, self.head_weight)
         tokens, logps = draw_tokens(logits, self.uniforms[place], count, sampling)
         place = torch.where(done, len(self.out_tokens) - 1, place)
         self.out_tokens.index_copy_(0, place, tokens)

@@ -67,16 +67,17 @@ class Scheduler:
         step: decode steps done; whoever runs them adds them up.
     """
 
-    def __init__(self, prompt_lengths: Sequence[int], space: Space, check_every: int, padded: bool):
+    def __init__(self, prompt_lengths: Sequence[int], space: Space, check_every: int, smallest: int):
         """Starts with an empty batch; all prompts wait.
 
         Args:
             prompt_lengths: tokens of each prompt of the rollout.
             space: what there is room for.
             check_every: decode steps between host checks.
-            padded: pad batches to a few sizes, those that graphs are captured for.
+            smallest: batches are padded to this many rows, twice as many, and so on, the sizes that graphs are
+                captured for; 0: to none.
         """
-        self.prompt_lengths, self.space, self.check_every, self.padded = prompt_lengths, space, check_every, padded
+        self.prompt_lengths, self.space, self.check_every, self.smallest = prompt_lengths, space, check_every, smallest
         self.rows: list[Row] = []
         self.step = 0
         self._waiting = deque(range(len(prompt_lengths)))
@@ -152,9 +153,9 @@ class Scheduler:
         return row.sequence // self.space.group_size
 
     def _padded_size(self, rows: int) -> int:
-        if not self.padded:
+        if not self.smallest:
             return rows
-        size = SMALLEST_BATCH
+        size = self.smallest
         while size < rows:
             size *= 2
         return min(size, self.space.batch)

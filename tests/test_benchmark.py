@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import json
 import statistics
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,8 +22,9 @@ from common.training import optim
 
 pytestmark = pytest.mark.tools
 benchmark = load_script("benchmark")
-SMALL = benchmark.Shape(layers=2, attention_width=6, kv_width=4, body=100, head=30)
-TEACHER = benchmark.Shape(layers=3, attention_width=8, kv_width=4, body=200, head=50)
+base = sys.modules["benchmark_base"]
+SMALL = base.Shape(layers=2, attention_width=6, kv_width=4, body=100, head=30)
+TEACHER = base.Shape(layers=3, attention_width=8, kv_width=4, body=200, head=50)
 
 
 def test_bytes_and_flops_count_what_every_step_reads_and_every_product():
@@ -30,7 +32,7 @@ def test_bytes_and_flops_count_what_every_step_reads_and_every_product():
     per_token = 2 * 2 * 4 * itemsize  # key and value, layers, width
     shared = (100 + 30) * itemsize + prompts * prompt_tokens * per_token
     steps = [shared + prompts * group * t * per_token for t in range(new_tokens)]
-    assert benchmark.decode_bytes(SMALL, prompts, group, prompt_tokens, new_tokens, itemsize) == statistics.mean(steps)
+    assert base.decode_bytes(SMALL, prompts, group, prompt_tokens, new_tokens, itemsize) == statistics.mean(steps)
     lengths, total = [3, 4, 8], 0
     for length in lengths:
         tokens = prompt_tokens + length
@@ -42,24 +44,24 @@ def test_bytes_and_flops_count_what_every_step_reads_and_every_product():
     saved = 6 * 3 * SMALL.body // 2 * (prompt_tokens + mean)
     assert benchmark.update_flops(idle, 3, prompt_tokens, mean, variance) == pytest.approx(total - saved)
     sizes = 2, 3, 5, 4, 2
-    assert benchmark.decode_bytes(states, *sizes) == benchmark.decode_bytes(SMALL, *sizes) + 2 * 6 * 10
+    assert base.decode_bytes(states, *sizes) == base.decode_bytes(SMALL, *sizes) + 2 * 6 * 10
     # of the student weights, a master where they are in half precision, and two states; of the teacher weights
     for kinds, each in (((2, 4, 2), 2 + 4 + 8), ((4, 4, 4), 4 + 8), ((2, 2, 2), 2 + 4)):
         assert benchmark.resident_bytes(10, 7, *kinds) == 10 * each + 7 * kinds[2]
 
 
 def test_shapes_are_those_of_the_models_they_are_named_after(tmp_path):
-    benchmark.config_of("qwen0.5b").save_pretrained(tmp_path)
-    shape = benchmark.shape_of(str(tmp_path))
+    base.config_of("qwen0.5b").save_pretrained(tmp_path)
+    shape = base.shape_of(str(tmp_path))
     assert (shape.body + shape.head, shape.head) == (494_032_768, 151936 * 896)
     assert (shape.attention_width, shape.kv_width) == (896, 128)
     # a hybrid's state is held by 18 of 24 layers; a token goes through 8 of 128 experts in each of 6 layers
-    benchmark.config_of("qwen3.5-0.8b").save_pretrained(tmp_path / "hybrid")
-    hybrid = benchmark.shape_of(str(tmp_path / "hybrid"))
+    base.config_of("qwen3.5-0.8b").save_pretrained(tmp_path / "hybrid")
+    hybrid = base.shape_of(str(tmp_path / "hybrid"))
     assert (hybrid.layers, hybrid.parameters, hybrid.idle) == (6, 752_393_024, 0)
     assert hybrid.state == 18 * (6144 * 4 * 2 + 16 * 128 * 128 * 4)
-    benchmark.config_of("qwen3-30b-a3b-6").save_pretrained(tmp_path / "mixture")
-    mixture = benchmark.shape_of(str(tmp_path / "mixture"))
+    base.config_of("qwen3-30b-a3b-6").save_pretrained(tmp_path / "mixture")
+    mixture = base.shape_of(str(tmp_path / "mixture"))
     assert (mixture.layers, mixture.state, mixture.idle) == (6, 0, 6 * 120 * 3 * 2048 * 768)
     # an untied embedding is neither body nor head
     sizes = dict(vocab_size=11, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
@@ -67,7 +69,7 @@ def test_shapes_are_those_of_the_models_they_are_named_after(tmp_path):
     shapes = []
     for tie in (True, False):
         Qwen2Config(**sizes, tie_word_embeddings=tie).save_pretrained(tmp_path)
-        shapes.append(benchmark.shape_of(str(tmp_path)))
+        shapes.append(base.shape_of(str(tmp_path)))
     tied, untied = shapes
     assert untied == dataclasses.replace(tied, embedding=88) and (tied.head, tied.embedding) == (88, 0)
     assert (tied.parameters, untied.parameters) == (tied.body + 88, tied.body + 2 * 88)
@@ -90,7 +92,7 @@ def test_numbers_are_medians_and_shares_of_what_the_card_can_do():
     assert (numbers["seconds_rollout"], numbers["seconds_update"], numbers["seconds"]) == (2.0, 4.0, 6.0)
     assert numbers["decode_tokens_per_second"] == 80 / 2 and numbers["tokens_per_second"] == 80 / 6
     assert numbers["memory_gib"] == 1.5 and numbers["completion_length"] == 10
-    roofline = 8 / (benchmark.decode_bytes(SMALL, 2, 4, 5, 10, 2) / 1e6)
+    roofline = 8 / (base.decode_bytes(SMALL, 2, 4, 5, 10, 2) / 1e6)
     assert numbers["roofline_share"] == pytest.approx(40 / roofline)
     assert numbers["mfu"] == pytest.approx(benchmark.update_flops(SMALL, 8, 5, 10) / 4 / 1e6)
 
@@ -165,16 +167,16 @@ def test_a_script_is_watched_from_the_teacher_to_the_optimizer(monkeypatch):
 
 def test_prompts_have_as_many_tokens_as_asked_for_and_end_tokens_make_geometric_lengths(tmp_path):
     num_ends = round(512 / (16 - 8))
-    folder = benchmark.make_model("tiny", num_ends, tmp_path)
+    folder = base.make_model("tiny", num_ends, tmp_path)
     tokenizer, model = models.load_policy(str(folder), torch.device("cpu"), "fp32")
     assert len({tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.eos_token_id}) == 3
     assert len(tokenizer) == 512 and tokenizer.chat_template is None
-    benchmark.write_prompts(tmp_path / "prompts.jsonl", 20, 37, 512)
+    base.write_prompts(tmp_path / "prompts.jsonl", 20, 37, 512)
     examples = data.load_examples(str(tmp_path / "prompts.jsonl"), tokenizer, 100)
     assert [len(example.prompt_ids) for example in examples] == [37] * 20
     assert max(max(example.prompt_ids) for example in examples) < 509  # words only
     made = (folder / "model.safetensors").stat().st_mtime_ns
-    assert benchmark.make_model("tiny", num_ends, tmp_path) == folder
+    assert base.make_model("tiny", num_ends, tmp_path) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == made
     ends = sources.end_token_ids(tokenizer, model)
     assert len(ends) == num_ends and tokenizer.eos_token_id in ends and tokenizer.pad_token_id not in ends

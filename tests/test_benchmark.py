@@ -3,10 +3,12 @@
 import dataclasses
 import inspect
 import json
+import os
 import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -211,7 +213,9 @@ time.sleep(60)  # it would save now
 """
 # what TRL measures of the first cycles
 PEER = """
-import json, pathlib, sys
+import json, os, pathlib, sys
+if "--vllm" in sys.argv:
+    assert os.environ["PYTHONPATH"].split(":")[0].endswith("site") and os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
 if "--bf16_weights" in sys.argv:
     sys.exit("TRL takes parts of equal size only")
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
@@ -311,6 +315,13 @@ def test_what_fails_is_reported_and_the_others_run(command, capsys, tmp_path):
     assert "parts of equal size" in result["trl_bf16"]["error"] and "error" not in result
     printed = capsys.readouterr().out
     assert "| tiny | trl | 7 | 7 | - | 7 | 1 | " in printed and "| tiny | trl_bf16 | - | - | - | - | - | fai" in printed
+    # with vLLM, both ways; its folder is for its own process
+    (tmp_path / "site" / "vllm").mkdir(parents=True)
+    argv = ["--setting", "tiny", "--steps", "5", "--vllm_path", str(tmp_path / "site")]
+    code, (result,) = command(*argv, "--peer", "trl", "trl_vllm", "trl_vllm_sleep")
+    commands = [result[name]["command"].partition(" --vllm ")[2] for name in ("trl", "trl_vllm", "trl_vllm_sleep")]
+    assert code == 0 and commands == ["", "awake", "sleep"] and "site" not in os.environ.get("PYTHONPATH", "")
+    assert "| tiny | trl_vllm_sleep | 7 | 7 | - | 7 | 1 | " in capsys.readouterr().out
     # an option of the benchmark behind the dashes, and a run without result
     code, (failed,) = command("--setting", "tiny", "--steps", "5", extra=["--batch-size=3"])
     assert code == 1 and "--batch-size=3 after --: benchmark.py sets it" in failed["error"]
@@ -325,12 +336,52 @@ def test_what_fails_is_reported_and_the_others_run(command, capsys, tmp_path):
     ("tiny --lengths geometric --new_tokens 2000", False, "new_tokens = 2000: is the mean of lengths from 8 to 1024"),
     ("tiny --teacher smollm2", False, "teacher = 'smollm2': must have the vocabulary of the student"),
     ("tiny gkd-tiny --peer trl_distillation", True, "needs a teacher, which ['tiny'] have not"),
+    ("gkd-tiny --peer trl_vllm", True, "with vLLM for GRPOTrainer only, but one of ['gkd-tiny'] distils"),
+    ("tiny --peer trl_vllm --vllm_path nowhere", True, "vllm_path = 'nowhere': needs the package vllm there"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_refused_before_anything_runs(monkeypatch, capsys, argv, installed, said):
     monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: name if installed else None)
     with pytest.raises(SystemExit) as stopped:
         benchmark.main(["--setting", *argv.split()])
     assert stopped.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("argv", "expected"), [
+    ("", {"generation_kwargs": {"min_new_tokens": 4}, "max_completion_length": 4}),
+    ("--vllm awake", {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": False,
+                      "vllm_max_model_length": 9, "generation_kwargs": {"ignore_eos": True}}),
+    ("--vllm sleep --min_new_tokens 2", {"use_vllm": True, "vllm_enable_sleep_mode": True,
+                                         "generation_kwargs": {"min_tokens": 2}}),
+    ('--vllm awake --arguments {"vllm_max_model_length":7}', {"use_vllm": True, "vllm_max_model_length": 7}),
+])  # fmt: skip
+def test_trl_samples_completions_of_the_same_length(tmp_path, monkeypatch, argv, expected):
+    class Trainer:
+        def __init__(self, args, callbacks, **others):
+            self.args, [self.clock] = args, callbacks
+
+        def _generate_single_turn(self):
+            return [[1, 2], [3, 4, 5, 6]], None
+
+        def train(self):
+            self.clock.on_train_begin(None, None, None)
+            for step in range(1, self.args["max_steps"] + 1):
+                if step % 2:
+                    self._generate_single_turn()
+                self.clock.on_step_end(None, SimpleNamespace(global_step=step), None)
+
+    trl = SimpleNamespace(__version__="1.16.0", GRPOConfig=lambda **fields: fields, GRPOTrainer=Trainer)
+    monkeypatch.setitem(sys.modules, "trl", trl)
+    peer = load_script("benchmark_trl")
+    monkeypatch.setattr(peer.importlib.metadata, "version", lambda name: "0.26.0")
+    base.write_prompts(tmp_path / "prompts.jsonl", 4, 5, 512)
+    model, out = base.make_model("tiny", 1, tmp_path), tmp_path / "out.json"
+    given = ["--policy_model", model, "--train_data", tmp_path / "prompts.jsonl", "--out", out, "--cycles", 3]
+    given += ["--batch_size", 2, "--group_size", 2, "--num_minibatches", 2, "--max_new_tokens", 4, "--device", "cpu"]
+    peer.main([*map(str, given), "--min_new_tokens", "4", *argv.split()])
+    measured = json.loads(out.read_text())
+    assert expected.items() <= measured["fields"].items() and ("use_vllm" in measured["fields"]) == bool(argv)
+    assert measured["vllm"] == ("0.26.0" if argv else None) and measured["completion_length"] == 3 * [3.0]
+    assert len(measured["seconds"]) == len(measured["seconds_rollout"]) == 3
 
 
 def test_a_peer_that_cannot_do_the_same_is_refused(tmp_path):

@@ -17,6 +17,7 @@ Every repetition has its own prompts, and in a mixed work its own lengths. Figur
                which includes compilation and graph capture
   first        seconds of the first rollout of a work: for our side with compilation (once in a process: one for fixed
                lengths, one for mixed) and graph capture
+Of several processes of a side, the later find compiler caches that the first has filled: their start is a warm one.
 """
 
 import time

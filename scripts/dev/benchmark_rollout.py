@@ -150,8 +150,8 @@ def summarise(seconds: list[float], lengths: list[list[int]], warmup: int) -> di
     """
     counted = [*zip(seconds, lengths, strict=True)][warmup:]
     return {
-        "tokens_per_second": statistics.median(sum(row) / time for time, row in counted),
-        "ms_per_step": statistics.median(1000 * time / max(row) for time, row in counted),
+        "tokens_per_second": statistics.median(sum(row) / took for took, row in counted),
+        "ms_per_step": statistics.median(1000 * took / max(row) for took, row in counted),
         "first": seconds[0],
     }
 

@@ -3,9 +3,12 @@
 import dataclasses
 import inspect
 import json
+import os
 import statistics
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,8 +24,9 @@ from common.training import optim
 
 pytestmark = pytest.mark.tools
 benchmark = load_script("benchmark")
-SMALL = benchmark.Shape(layers=2, attention_width=6, kv_width=4, body=100, head=30)
-TEACHER = benchmark.Shape(layers=3, attention_width=8, kv_width=4, body=200, head=50)
+base = sys.modules["benchmark_base"]
+SMALL = base.Shape(layers=2, attention_width=6, kv_width=4, body=100, head=30)
+TEACHER = base.Shape(layers=3, attention_width=8, kv_width=4, body=200, head=50)
 
 
 def test_bytes_and_flops_count_what_every_step_reads_and_every_product():
@@ -30,7 +34,7 @@ def test_bytes_and_flops_count_what_every_step_reads_and_every_product():
     per_token = 2 * 2 * 4 * itemsize  # key and value, layers, width
     shared = (100 + 30) * itemsize + prompts * prompt_tokens * per_token
     steps = [shared + prompts * group * t * per_token for t in range(new_tokens)]
-    assert benchmark.decode_bytes(SMALL, prompts, group, prompt_tokens, new_tokens, itemsize) == statistics.mean(steps)
+    assert base.decode_bytes(SMALL, prompts, group, prompt_tokens, new_tokens, itemsize) == statistics.mean(steps)
     lengths, total = [3, 4, 8], 0
     for length in lengths:
         tokens = prompt_tokens + length
@@ -42,24 +46,24 @@ def test_bytes_and_flops_count_what_every_step_reads_and_every_product():
     saved = 6 * 3 * SMALL.body // 2 * (prompt_tokens + mean)
     assert benchmark.update_flops(idle, 3, prompt_tokens, mean, variance) == pytest.approx(total - saved)
     sizes = 2, 3, 5, 4, 2
-    assert benchmark.decode_bytes(states, *sizes) == benchmark.decode_bytes(SMALL, *sizes) + 2 * 6 * 10
+    assert base.decode_bytes(states, *sizes) == base.decode_bytes(SMALL, *sizes) + 2 * 6 * 10
     # of the student weights, a master where they are in half precision, and two states; of the teacher weights
     for kinds, each in (((2, 4, 2), 2 + 4 + 8), ((4, 4, 4), 4 + 8), ((2, 2, 2), 2 + 4)):
         assert benchmark.resident_bytes(10, 7, *kinds) == 10 * each + 7 * kinds[2]
 
 
 def test_shapes_are_those_of_the_models_they_are_named_after(tmp_path):
-    benchmark.config_of("qwen0.5b").save_pretrained(tmp_path)
-    shape = benchmark.shape_of(str(tmp_path))
+    base.config_of("qwen0.5b").save_pretrained(tmp_path)
+    shape = base.shape_of(str(tmp_path))
     assert (shape.body + shape.head, shape.head) == (494_032_768, 151936 * 896)
     assert (shape.attention_width, shape.kv_width) == (896, 128)
     # a hybrid's state is held by 18 of 24 layers; a token goes through 8 of 128 experts in each of 6 layers
-    benchmark.config_of("qwen3.5-0.8b").save_pretrained(tmp_path / "hybrid")
-    hybrid = benchmark.shape_of(str(tmp_path / "hybrid"))
+    base.config_of("qwen3.5-0.8b").save_pretrained(tmp_path / "hybrid")
+    hybrid = base.shape_of(str(tmp_path / "hybrid"))
     assert (hybrid.layers, hybrid.parameters, hybrid.idle) == (6, 752_393_024, 0)
     assert hybrid.state == 18 * (6144 * 4 * 2 + 16 * 128 * 128 * 4)
-    benchmark.config_of("qwen3-30b-a3b-6").save_pretrained(tmp_path / "mixture")
-    mixture = benchmark.shape_of(str(tmp_path / "mixture"))
+    base.config_of("qwen3-30b-a3b-6").save_pretrained(tmp_path / "mixture")
+    mixture = base.shape_of(str(tmp_path / "mixture"))
     assert (mixture.layers, mixture.state, mixture.idle) == (6, 0, 6 * 120 * 3 * 2048 * 768)
     # an untied embedding is neither body nor head
     sizes = dict(vocab_size=11, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
@@ -67,7 +71,7 @@ def test_shapes_are_those_of_the_models_they_are_named_after(tmp_path):
     shapes = []
     for tie in (True, False):
         Qwen2Config(**sizes, tie_word_embeddings=tie).save_pretrained(tmp_path)
-        shapes.append(benchmark.shape_of(str(tmp_path)))
+        shapes.append(base.shape_of(str(tmp_path)))
     tied, untied = shapes
     assert untied == dataclasses.replace(tied, embedding=88) and (tied.head, tied.embedding) == (88, 0)
     assert (tied.parameters, untied.parameters) == (tied.body + 88, tied.body + 2 * 88)
@@ -90,7 +94,7 @@ def test_numbers_are_medians_and_shares_of_what_the_card_can_do():
     assert (numbers["seconds_rollout"], numbers["seconds_update"], numbers["seconds"]) == (2.0, 4.0, 6.0)
     assert numbers["decode_tokens_per_second"] == 80 / 2 and numbers["tokens_per_second"] == 80 / 6
     assert numbers["memory_gib"] == 1.5 and numbers["completion_length"] == 10
-    roofline = 8 / (benchmark.decode_bytes(SMALL, 2, 4, 5, 10, 2) / 1e6)
+    roofline = 8 / (base.decode_bytes(SMALL, 2, 4, 5, 10, 2) / 1e6)
     assert numbers["roofline_share"] == pytest.approx(40 / roofline)
     assert numbers["mfu"] == pytest.approx(benchmark.update_flops(SMALL, 8, 5, 10) / 4 / 1e6)
 
@@ -165,16 +169,16 @@ def test_a_script_is_watched_from_the_teacher_to_the_optimizer(monkeypatch):
 
 def test_prompts_have_as_many_tokens_as_asked_for_and_end_tokens_make_geometric_lengths(tmp_path):
     num_ends = round(512 / (16 - 8))
-    folder = benchmark.make_model("tiny", num_ends, tmp_path)
+    folder = base.make_model("tiny", num_ends, tmp_path)
     tokenizer, model = models.load_policy(str(folder), torch.device("cpu"), "fp32")
     assert len({tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.eos_token_id}) == 3
     assert len(tokenizer) == 512 and tokenizer.chat_template is None
-    benchmark.write_prompts(tmp_path / "prompts.jsonl", 20, 37, 512)
+    base.write_prompts(tmp_path / "prompts.jsonl", 20, 37, 512)
     examples = data.load_examples(str(tmp_path / "prompts.jsonl"), tokenizer, 100)
     assert [len(example.prompt_ids) for example in examples] == [37] * 20
     assert max(max(example.prompt_ids) for example in examples) < 509  # words only
     made = (folder / "model.safetensors").stat().st_mtime_ns
-    assert benchmark.make_model("tiny", num_ends, tmp_path) == folder
+    assert base.make_model("tiny", num_ends, tmp_path) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == made
     ends = sources.end_token_ids(tokenizer, model)
     assert len(ends) == num_ends and tokenizer.eos_token_id in ends and tokenizer.pad_token_id not in ends
@@ -209,7 +213,9 @@ time.sleep(60)  # it would save now
 """
 # what TRL measures of the first cycles
 PEER = """
-import json, pathlib, sys
+import json, os, pathlib, sys
+if "--vllm" in sys.argv:
+    assert os.environ["PYTHONPATH"].split(":")[0].endswith("site") and os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
 if "--bf16_weights" in sys.argv:
     sys.exit("TRL takes parts of equal size only")
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
@@ -309,6 +315,13 @@ def test_what_fails_is_reported_and_the_others_run(command, capsys, tmp_path):
     assert "parts of equal size" in result["trl_bf16"]["error"] and "error" not in result
     printed = capsys.readouterr().out
     assert "| tiny | trl | 7 | 7 | - | 7 | 1 | " in printed and "| tiny | trl_bf16 | - | - | - | - | - | fai" in printed
+    # with vLLM, both ways; its folder is for its own process
+    (tmp_path / "site" / "vllm").mkdir(parents=True)
+    argv = ["--setting", "tiny", "--steps", "5", "--vllm_path", str(tmp_path / "site")]
+    code, (result,) = command(*argv, "--peer", "trl", "trl_vllm", "trl_vllm_sleep")
+    commands = [result[name]["command"].partition(" --vllm ")[2] for name in ("trl", "trl_vllm", "trl_vllm_sleep")]
+    assert code == 0 and commands == ["", "awake", "sleep"] and "site" not in os.environ.get("PYTHONPATH", "")
+    assert "| tiny | trl_vllm_sleep | 7 | 7 | - | 7 | 1 | " in capsys.readouterr().out
     # an option of the benchmark behind the dashes, and a run without result
     code, (failed,) = command("--setting", "tiny", "--steps", "5", extra=["--batch-size=3"])
     assert code == 1 and "--batch-size=3 after --: benchmark.py sets it" in failed["error"]
@@ -323,12 +336,52 @@ def test_what_fails_is_reported_and_the_others_run(command, capsys, tmp_path):
     ("tiny --lengths geometric --new_tokens 2000", False, "new_tokens = 2000: is the mean of lengths from 8 to 1024"),
     ("tiny --teacher smollm2", False, "teacher = 'smollm2': must have the vocabulary of the student"),
     ("tiny gkd-tiny --peer trl_distillation", True, "needs a teacher, which ['tiny'] have not"),
+    ("gkd-tiny --peer trl_vllm", True, "with vLLM for GRPOTrainer only, but one of ['gkd-tiny'] distils"),
+    ("tiny --peer trl_vllm --vllm_path nowhere", True, "vllm_path = 'nowhere': needs the package vllm there"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_refused_before_anything_runs(monkeypatch, capsys, argv, installed, said):
     monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: name if installed else None)
     with pytest.raises(SystemExit) as stopped:
         benchmark.main(["--setting", *argv.split()])
     assert stopped.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("argv", "expected"), [
+    ("", {"generation_kwargs": {"min_new_tokens": 4}, "max_completion_length": 4}),
+    ("--vllm awake", {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": False,
+                      "vllm_max_model_length": 9, "generation_kwargs": {"ignore_eos": True}}),
+    ("--vllm sleep --min_new_tokens 2", {"use_vllm": True, "vllm_enable_sleep_mode": True,
+                                         "generation_kwargs": {"min_tokens": 2}}),
+    ('--vllm awake --arguments {"vllm_max_model_length":7}', {"use_vllm": True, "vllm_max_model_length": 7}),
+])  # fmt: skip
+def test_trl_samples_completions_of_the_same_length(tmp_path, monkeypatch, argv, expected):
+    class Trainer:
+        def __init__(self, args, callbacks, **others):
+            self.args, [self.clock] = args, callbacks
+
+        def _generate_single_turn(self):
+            return [[1, 2], [3, 4, 5, 6]], None
+
+        def train(self):
+            self.clock.on_train_begin(None, None, None)
+            for step in range(1, self.args["max_steps"] + 1):
+                if step % 2:
+                    self._generate_single_turn()
+                self.clock.on_step_end(None, SimpleNamespace(global_step=step), None)
+
+    trl = SimpleNamespace(__version__="1.16.0", GRPOConfig=lambda **fields: fields, GRPOTrainer=Trainer)
+    monkeypatch.setitem(sys.modules, "trl", trl)
+    peer = load_script("benchmark_trl")
+    monkeypatch.setattr(peer.importlib.metadata, "version", lambda name: "0.26.0")
+    base.write_prompts(tmp_path / "prompts.jsonl", 4, 5, 512)
+    model, out = base.make_model("tiny", 1, tmp_path), tmp_path / "out.json"
+    given = ["--policy_model", model, "--train_data", tmp_path / "prompts.jsonl", "--out", out, "--cycles", 3]
+    given += ["--batch_size", 2, "--group_size", 2, "--num_minibatches", 2, "--max_new_tokens", 4, "--device", "cpu"]
+    peer.main([*map(str, given), "--min_new_tokens", "4", *argv.split()])
+    measured = json.loads(out.read_text())
+    assert expected.items() <= measured["fields"].items() and ("use_vllm" in measured["fields"]) == bool(argv)
+    assert measured["vllm"] == ("0.26.0" if argv else None) and measured["completion_length"] == 3 * [3.0]
+    assert len(measured["seconds"]) == len(measured["seconds_rollout"]) == 3
 
 
 def test_a_peer_that_cannot_do_the_same_is_refused(tmp_path):

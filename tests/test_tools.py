@@ -33,7 +33,9 @@ arithmetic, numbers, evaluation = map(load_script, ("make_arithmetic", "make_num
 converter, dropping, show_prompt = map(load_script, ("gguf_to_hf", "drop_layers", "show_prompt"))
 
 
-@pytest.mark.parametrize(("script", "package"), [("gguf_to_hf", "gguf"), ("benchmark_trl_gkd", "trl")])
+@pytest.mark.parametrize(
+    ("script", "package"), [("gguf_to_hf", "gguf"), ("benchmark_trl_gkd", "trl"), ("benchmark_vllm", "vllm")]
+)
 def test_a_missing_package_is_named(monkeypatch, script, package):
     monkeypatch.setitem(sys.modules, package, None)  # what Python does for a package that is not installed
     with pytest.raises(ImportError, match=f"pip install {package}"):

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
-import benchmark
+import benchmark_base
 
 from common.generation.rollout import Sampler
 from common.model.logprobs import LogProbs
@@ -35,7 +35,7 @@ def build(shape: str, device: torch.device) -> PreTrainedModel:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with device:
-        settings = benchmark.config_of(shape)
+        settings = benchmark_base.config_of(shape)
         return AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=False).eval()
 
 
@@ -90,7 +90,7 @@ def measure(shape: str, device: torch.device, rows: int, new_tokens: int, plain:
 def main() -> None:
     """Prints the table, and what it was measured with."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shapes", nargs="+", choices=list(benchmark.SHAPES), help="of benchmark.py")
+    parser.add_argument("shapes", nargs="+", choices=list(benchmark_base.SHAPES), help="of benchmark.py")
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256], help="completions decoded together")
     parser.add_argument("--new_tokens", type=int, default=256, help="tokens of each")

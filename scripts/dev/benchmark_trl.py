@@ -3,9 +3,15 @@
 Run:   python scripts/dev/benchmark_trl.py --policy_model FOLDER --train_data prompts.jsonl --out trl.json
 A cycle is one generation and its num_minibatches optimizer steps, timed from the end of one to the end of the next.
 The reward is always 0; nothing is evaluated, saved or reported. Tested with TRL 1.16.
+       --vllm awake                    samples with vLLM in the same process, in place of model.generate; or
+       --vllm sleep                    vLLM also gives its memory back during the update, and takes the weights anew
+vLLM is TRL's mode "colocate", on one GPU, with a share of the memory that --arguments can change
+({"vllm_gpu_memory_utilization": 0.5}). TRL 1.16 warns of a vLLM that is not 0.22 to 0.31, and runs it. Its model has
+the dtype of the saved weights. memory_gib is None with vLLM, whose cache takes that share, needed or not.
 """
 
 import argparse
+import importlib.metadata
 import json
 import os
 import tempfile
@@ -67,6 +73,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", default="auto", help="cuda, cpu, or auto")
     parser.add_argument("--dtype", default="auto", help="bf16, fp32, or auto: bf16 on a GPU")
     parser.add_argument("--bf16_weights", action="store_true", help="weights and optimizer states in bf16, too")
+    parser.add_argument("--vllm", choices=["awake", "sleep"], help="sample with vLLM in this process")
     parser.add_argument("--arguments", type=json.loads, default={}, help="JSON of GRPOConfig fields that win")
     args = parser.parse_args(argv)
 
@@ -90,10 +97,19 @@ def main(argv: list[str] | None = None) -> None:
         bf16=bf16, model_init_kwargs={"dtype": "bfloat16" if args.bf16_weights else "float32"},
         gradient_checkpointing=False, learning_rate=1e-6, shuffle_dataset=False, use_cpu=on_cpu, seed=0,
         logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True,
-    ) | args.arguments  # fmt: skip
-    clock = Clock(args.num_minibatches)
+    )  # fmt: skip
     # AutoTokenizer would take the model type's usual class and lose a custom tokenizer
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(args.policy_model, padding_side="left")
+    if args.vllm:
+        fixed = args.min_new_tokens == args.max_new_tokens  # ignore_eos costs nothing, min_tokens changes the logits
+        longest = max(map(len, tokenizer(list(rows["prompt"]))["input_ids"])) + args.max_new_tokens
+        fields |= dict(
+            use_vllm=True, vllm_mode="colocate", vllm_enable_sleep_mode=args.vllm == "sleep",
+            vllm_max_model_length=longest,
+            generation_kwargs={"ignore_eos": True} if fixed else {"min_tokens": args.min_new_tokens},
+        )  # fmt: skip
+    fields |= args.arguments
+    clock = Clock(args.num_minibatches)
     with tempfile.TemporaryDirectory() as output_dir:
         trainer = trl.GRPOTrainer(
             model=args.policy_model,
@@ -116,11 +132,12 @@ def main(argv: list[str] | None = None) -> None:
         trainer.train()
     measured = {
         "trl": trl.__version__,
+        "vllm": importlib.metadata.version("vllm") if args.vllm else None,
         "fields": fields,
         "seconds": [end - begin for begin, end in zip(clock.marks[:-1], clock.marks[1:], strict=True)],
         "seconds_rollout": rollouts,
         "completion_length": lengths,
-        "memory_gib": None if on_cpu else round(torch.cuda.max_memory_allocated() / 2**30, 3),
+        "memory_gib": None if on_cpu or args.vllm else round(torch.cuda.max_memory_allocated() / 2**30, 3),
     }
     unfinished = Path(args.out).with_suffix(".part")
     unfinished.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")

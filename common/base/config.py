@@ -153,10 +153,17 @@ def _parser(cls: type) -> _Parser:
     return parser
 
 
-def save(cfg: Any, out_dir: str) -> None:
-    """Writes a Config to `config.json` in `out_dir`; called by one rank."""
+def save(cfg: Any, out_dir: str, **chosen: Any) -> None:
+    """Writes a Config to `config.json` in `out_dir`; called by one rank.
+
+    Args:
+        cfg: a dataclass.
+        out_dir: folder, made if it is not there.
+        **chosen: fields whose value the run derived, written in place of the Config's.
+    """
     Path(out_dir).mkdir(parents=True, exist_ok=True)
-    (Path(out_dir) / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=1) + "\n", encoding="utf-8")
+    text = json.dumps({**dataclasses.asdict(cfg), **chosen}, indent=1) + "\n"
+    (Path(out_dir) / "config.json").write_text(text, encoding="utf-8")
 
 
 def changed(old: dict[str, Any], cfg: Any) -> list[str]:

@@ -13,6 +13,8 @@ from common.base.memory import (
     print_with_rank,
 )
 
+TOKENS = 8192  # of a micro-batch, if no plan of a GPU's memory says how many fit
+
 
 class Budget:
     """Tokens that a micro-batch may have; halved when memory runs out.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedTokenizerBase
 
 from common.base import config, console, devices, distributed, storage
 from common.base.checks import require
@@ -15,7 +15,7 @@ from common.generation.batches import RolloutBatch
 from common.loop.policy import Policy
 from common.model.images import Images
 from common.planning import plan
-from common.run import checkpoint, guards, interrupts, metrics, profiling
+from common.run import checkpoint, guards, interrupts, metrics, profiling, random_state
 from common.tasks import chat_templates, data
 from common.tasks.data import Example, PromptStream
 from common.training.optim import AdamW
@@ -60,7 +60,7 @@ class Run:
         chat_templates.pin_date(self.date)
         self.plan: Any = ""
         self.batch: RolloutBatch | None = None
-        set_seed(cfg.seed + rank)
+        random_state.seed(cfg.seed + rank)
 
     def require_memory(self, **known: Any) -> None:
         """Prints predicted memory and refuses a run that cannot fit; call it before loading.

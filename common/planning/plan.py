@@ -138,7 +138,8 @@ class Plan:
     def with_largest_micro_batches(self) -> "Plan":
         """The plan with the micro-batches that `micro_batch_tokens` = 0 stands for.
 
-        They have `budgets.TOKENS`, doubled as long as a minibatch has more and RESERVE stays free.
+        They have `budgets.TOKENS`, doubled up to `budgets.MOST_TOKENS` as long as a minibatch has
+        more and RESERVE stays free.
         Ranks that share a model (FSDP2) cannot halve them when memory runs out: if so many do not
         fit, theirs are halved here.
         """
@@ -151,7 +152,8 @@ class Plan:
         sharded = self.given["ranks"] > 1 and distributed.shards(self.cfg)
         while sharded and not plan.fits() and plan.cfg.micro_batch_tokens > self.sequence:
             plan = times(1 / 2)
-        while plan.cfg.micro_batch_tokens < self.minibatch and times(2).fits(room):
+        most = min(self.minibatch, budgets.MOST_TOKENS)
+        while plan.cfg.micro_batch_tokens < most and times(2).fits(room):
             plan = times(2)
         return plan
 

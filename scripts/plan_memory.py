@@ -83,6 +83,8 @@ def main(argv: Sequence[str]) -> int:
     here = math.inf if own.gpu_gib else plan.host_bytes()
     host = here if own.cpu_gib is None else own.cpu_gib * GIB
     planned = planned.for_capacity(capacity, host)
+    if not cfg.micro_batch_tokens:
+        planned = planned.with_largest_micro_batches()
     print(planned)
     start = f"torchrun --nproc_per_node={own.ranks}" if own.ranks > 1 else "python"
     return verdict(planned, f"{start} {shlex.join(rest)}")

@@ -327,6 +327,13 @@ def test_options_are_answered_before_the_imports_and_again_by_parse_without_anot
     assert run_script(tmp_path / "other.py", "import quick", "--stepz").stdout == "imported\n"
 
 
+def test_garbage_is_not_looked_for_during_the_imports_and_is_afterwards(tmp_path):
+    shown = "import gc; print(gc.isenabled(), gc.get_freeze_count() > 0)"
+    text = SCRIPT.format(early="config.answer_early(globals())", late="LATE = 7")
+    out = run_script(tmp_path / "script.py", text.replace('print("imported")', shown) + f"    {shown}\n").stdout
+    assert out.splitlines() == ["False False", "warning: only once", "7", "True True"]
+
+
 @pytest.mark.parametrize(("url", "rule"), [
     ("http://127.0.0.1:89x", "89x"), ("http://127.0.0.1:99999", "0-65535"), ("http://127.0.0.1:0", "from 1 to 65535"),
     ("http://127.0.0.1:", "from 1 to 65535"), ("127.0.0.1:8899", "http://"), ("ftp://a", "http://"),

@@ -251,3 +251,19 @@ def test_every_call_fails_with_every_errno(trial):
 def test_every_call_from_one_on_fails(trial):
     for number, code in zip(range(1, len(trial.calls) + 1), itertools.cycle(ERRNOS)):
         trial(number, code, lasting=True)
+
+
+def test_compiled_code_is_kept_where_a_restart_leaves_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/chosen")
+    storage.keep_compiled_code()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/chosen"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    storage.keep_compiled_code()
+    assert (folder := Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])).is_dir() and folder.parents[1] == tmp_path / "cache"
+    # where it cannot be written, torch chooses
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    storage.keep_compiled_code()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ

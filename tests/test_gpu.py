@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from bounds import assert_rounded, rounding
-from comparing import TERMS, assert_close
+from comparing import TERMS, assert_close, config_of
 from conftest import TINY, assert_equal_weights, build_tokenizer, tiny_model
 from safetensors.torch import load_file
 from test_rollout import Letters
@@ -394,6 +394,19 @@ def test_gspo_runs_on_one_gpu_and_in_bf16_by_default_where_it_resumes(launcher, 
     assert {weight.dtype for weight in run.weights().values()} == {torch.bfloat16}
     masters = load_file(tmp_path / "checkpoint-000004" / "optimizer.safetensors")
     assert {t.dtype for name, t in masters.items() if name.startswith("master/")} == {torch.float32}
+
+
+@needs(1)
+@pytest.mark.parametrize("gib", [0, 4])
+def test_micro_batches_are_as_large_as_memory_allows(launcher, tmp_path, gib):
+    rows = dict(batch_size=256, group_size=16, num_minibatches=1, max_new_tokens=64, eval_every=0)
+    options = dict(micro_batch_tokens=0, dtype="auto", memory_limit=gib, **rows)
+    for steps in (1, 2):
+        run = run_script(launcher, [sys.executable], launcher.copy("gspo"), tmp_path, steps=steps, **options)
+        tokens = config_of(run)["micro_batch_tokens"]
+        assert f"micro_batch_tokens = 0: micro-batches of up to {tokens} tokens" in run.output
+        assert tokens > 8192 and "out of memory" not in run.output
+    assert all(peak < 0.85 * (gib or 70) for line in run.steps for peak in line["memory_gib"])
 
 
 SECOND = dict(ROLLOUT_GPU_IDS=(0, 1), REFERENCE_GPU_ID=1, REWARD_GPU_ID=1)

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import inspect
 import json
 import runpy
 import shutil
@@ -17,7 +18,7 @@ from test_checkpoint import Policy, weights_of
 from torch import nn
 
 from common.generation import batches, rollout
-from common.model import logprobs, lora, merging, models, sources
+from common.model import logprobs, lora, lora_targets, merging, models, sources
 from common.model.lora import Options
 from common.model.models import load_frozen, load_policy
 from common.planning import layouts, plan
@@ -598,3 +599,14 @@ def test_every_script_trains_the_same_adapters(launcher, one, script, ranks):
         torch.testing.assert_close(again[name], saved[name], rtol=0, atol=2e-5)
     moved = [name for name in saved if "lora_B" in name and saved[name].abs().max() > 1e-4]
     assert len(moved) == 14  # they begin at 0
+
+
+def test_the_source_of_a_class_is_found_without_parsing_its_module():
+    inside = {}
+    for family in ("llama", "mamba2", "mixtral", "falcon"):
+        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        inside |= {c: inspect.getsource(c) for c in vars(module).values()
+                   if inspect.isclass(c) and c.__module__ == module.__name__}  # fmt: skip
+    assert len(inside) > 30
+    for kind, source in inside.items():
+        assert lora_targets._source(kind).rstrip() == source[source.index(f"class {kind.__name__}") :].rstrip()

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bounds import assert_rounded, rounding
-from comparing import assert_close
-from conftest import build_model, two_replicas
+from comparing import assert_close, config_of
+from conftest import assert_equal_weights, build_model, two_replicas
 from test_rollout import PROMPTS, assert_same, completions, fp64, make_sampler
 
 from common.base import distributed, memory
@@ -20,6 +20,7 @@ from common.generation import batches
 from common.generation.runner import Runner
 from common.maths import losses
 from common.model import logprobs, models
+from common.planning import plan
 from common.run import metrics
 from common.training import budgets, optim
 
@@ -355,6 +356,31 @@ def test_a_run_goes_on(launcher, tmp_path, script, replicas):
         assert said in run.output
     assert run.samples == usual.samples
     assert_close(run, usual)
+
+
+def sized_card(module, tokens):
+    """A plan that chooses micro-batches, as on a GPU; one of a resumed run takes those it had."""
+    require_fit = plan.require_fit
+
+    def chosen(cfg, *args, resumed_tokens=0, **known):
+        print("resumed with micro-batches of", resumed_tokens)
+        planned = require_fit(cfg, *args, **known)
+        return planned if cfg.micro_batch_tokens else planned.with_options(micro_batch_tokens=resumed_tokens or tokens)
+
+    plan.require_fit = chosen
+
+
+def test_the_micro_batches_that_a_plan_chose_are_recorded_and_kept(launcher, tmp_path):
+    asked = launcher.run("gspo", tmp_path / "asked", steps=3, micro_batch_tokens=50).succeeded()
+    options = dict(micro_batch_tokens=0, resume="auto")
+    first = launcher.run("gspo", tmp_path / "run", steps=2, prepare=partial(sized_card, tokens=50), **options)
+    assert "resumed with micro-batches of 0\n" in first.succeeded().output
+    run = launcher.run("gspo", tmp_path / "run", steps=3, prepare=partial(sized_card, tokens=500), **options)
+    assert "resumed with micro-batches of 50\n" in run.succeeded().output
+    assert config_of(run)["micro_batch_tokens"] == 50
+    assert_equal_weights(run.weights(), asked.weights())
+    on_cpu = launcher.run("gspo", tmp_path / "cpu", steps=1, micro_batch_tokens=0).succeeded()
+    assert config_of(on_cpu)["micro_batch_tokens"] == 8192
 
 
 @pytest.mark.parity

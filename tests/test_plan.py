@@ -367,6 +367,61 @@ def test_the_largest_micro_batch_and_the_most_completions(models):
         assert not there.fits() or most >= min(tokens, run.minibatch)
 
 
+@pytest.mark.parametrize(("script", "options"), [
+    ("gspo/gspo.py", {}), ("gspo/gspo.py", dict(batch_size=1024, group_size=16)), ("gspo/gspo.py", dict(batch_size=2)),
+    ("gkd/gkd.py", dict(loss="jsd")),
+])  # fmt: skip
+def test_micro_batches_are_as_large_as_leaves_a_reserve(models, script, options):
+    run = planned(script, **(names_of(models, script, "1.5b") | dict(batch_size=64, num_minibatches=1) | options))
+    chosen = []
+    for gib in (20, 48, 80, 140, 1000):
+        there = run.for_capacity(gib * GIB).with_largest_micro_batches()
+        tokens = there.cfg.micro_batch_tokens
+        assert f", {tokens} in a micro-batch" in str(there) and there.capacity == {0: gib * GIB}
+        doubled = there.with_options(micro_batch_tokens=2 * tokens)
+        reserved = {0: (1 - plan.RESERVE) * gib * GIB}
+        assert tokens == 8192 or there.fits(reserved)
+        assert tokens >= min(run.minibatch, 32768) or not doubled.fits(reserved)
+        chosen.append(tokens)
+    assert chosen == sorted(chosen) and chosen[0] == 8192 < chosen[-2]
+    assert chosen[-1] == 32768 or chosen[-1] < 2 * run.minibatch  # no more than there is to fill them with
+
+
+def test_only_ranks_that_cannot_halve_micro_batches_start_below_the_usual_ones(models):
+    run = dict(script="gspo/gspo_ddp.py", ranks=2, policy_model=models["7b"], max_prompt_tokens=128)
+    capacity = 85 * GIB
+    sharded, whole = (
+        planned(**run, fsdp=fsdp).for_capacity(capacity).with_largest_micro_batches() for fsdp in (True, False)
+    )
+    tokens = sharded.cfg.micro_batch_tokens
+    assert sharded.sequence <= tokens < 8192 == whole.cfg.micro_batch_tokens and not whole.fits()
+    assert sharded.fits() and not sharded.with_options(micro_batch_tokens=2 * tokens).fits()
+
+
+def test_all_ranks_and_a_resumed_run_have_the_same_micro_batches(models, monkeypatch, capsys, tmp_path):
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(devices, "free_bytes", lambda device: 140 * GIB)
+
+    def start(model=models["1.5b"], resumed=0, **options):
+        _, cfg = loaded("gspo/gspo.py", policy_model=model, batch_size=64, num_minibatches=1, **options)
+        found = plan.require_fit(cfg, devices.Layout((gpu,), reference=gpu, reward=gpu), resumed_tokens=resumed)
+        return plan.micro_batch_tokens(cfg, found)
+
+    most = start()
+    assert most > 8192 and f"micro_batch_tokens = 0: micro-batches of up to {most} tokens" in capsys.readouterr().out
+    assert start(resumed=5000) == 5000 and start(resumed=10**6) == most  # chosen again, if they fit
+    capsys.readouterr()
+    assert start(resumed=5000, micro_batch_tokens=3000) == 3000 and "= 0: micro" not in capsys.readouterr().out
+    monkeypatch.setattr(plan.distributed, "gather_objects", lambda value: [value, 12000])  # of the other rank
+    assert start() == 12000 and start(resumed=5000) == 5000
+    taken = []
+    monkeypatch.setattr(plan.distributed, "gather_objects", lambda value: taken.append(value) or [value])
+    assert start(str(tmp_path / "missing" / "model")) == 8192 == taken.pop()  # without a plan, others still wait
+    start(micro_batch_tokens=3000)
+    assert not taken
+
+
 def test_a_run_that_cannot_fit_is_refused_with_what_to_change(models, monkeypatch, capsys, tmp_path):
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
@@ -441,6 +496,9 @@ def test_one_command_tells_whether_a_model_fits_the_cards_and_the_machine(models
     better = [*better.split()[2:], *argv[3:]]
     assert "it fits; micro_batch_tokens can be up to" in command(0, *better)
     assert "not compared" not in command(0, *better, "--cpu-gib", "30")
+    small = [argv[0], "--policy_model", models["0.5b"], "--num_minibatches", "1", "--gpu-gib", "80"]
+    assert ", 32768 in a micro-batch" in command(0, *small)
+    assert ", 8192 in a micro-batch" in command(0, *small[:-1], "24")
     assert "which does not fit" in command(1, *better, "--cpu-gib", "2")  # weights that adapters are merged into
     command(1, *better, "--memory_limit", "12")  # a limit is a smaller card
     # cards are those of the layout, and CPU memory is that of this machine

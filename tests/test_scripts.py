@@ -279,7 +279,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_batch(launcher, t
     (dict(truncated="drop"), "truncated = 'drop': must be one of ('keep', 'mask')"),
     (dict(top_p=0), "top_p = 0.0: must be in (0, 1]"), (dict(rollout_batch=-1), "rollout_batch = -1: must"),
     (dict(min_new_tokens=9, max_new_tokens=8), "min_new_tokens = 9: must be at most"),  # none would ever end
-    (dict(micro_batch_tokens=0), "micro_batch_tokens = 0: must be"), (dict(profile=-1), "profile = -1: must"),
+    (dict(micro_batch_tokens=-1), "micro_batch_tokens = -1: must be at least 0"),
+    (dict(profile=-1), "profile = -1: must"),
     (dict(chat_template_kwargs="[]"), "chat_template_kwargs = '[]': must be a JSON object"),
     (dict(stop_strings="['END']"), 'must be a JSON list of texts, none of them empty; such as ["END"]'),
     # without effect

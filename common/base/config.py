@@ -5,8 +5,10 @@ The trailing comment of a field is the help text of its option.
 
 import argparse
 import ast
+import atexit
 import contextlib
 import dataclasses
+import gc
 import inspect
 import io
 import json
@@ -77,6 +79,10 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
         SystemExit: code 2, for an invalid value or an unknown option; says what its name is here.
     """
     console.protect()
+    if not gc.isenabled():  # `answer_early` has paused it
+        gc.freeze()  # what has been imported stays
+        gc.enable()
+        atexit.register(gc.unfreeze)  # or extension modules report their types as leaked
     parser = _parser(cls)
     return _checked(parser, cls, _values(parser, argv))
 
@@ -86,7 +92,7 @@ def answer_early(script: dict[str, Any]) -> None:
 
     Defines the script's Config from its text, with what the script has imported so far and the
     classes of settings.py, and parses the command line. `parse` does it again at the end of the
-    script. If Config needs more than that, only `parse` answers.
+    script. If Config needs more than that, only `parse` answers. Garbage collection pauses until then.
 
     Args:
         script: `globals()` of the script; nothing happens unless it runs as `__main__`.
@@ -107,7 +113,8 @@ def answer_early(script: dict[str, Any]) -> None:
         with contextlib.redirect_stdout(io.StringIO()):  # warnings are for `parse` to print
             _checked(parser, names["Config"], values)
     except Exception:  # Config needs what is imported later, or has a bug, which `parse` shows
-        return
+        pass
+    gc.disable()  # imports make a million objects and no garbage: looking for it takes a seventh of their time
 
 
 def _values(parser: _Parser, argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -153,10 +160,17 @@ def _parser(cls: type) -> _Parser:
     return parser
 
 
-def save(cfg: Any, out_dir: str) -> None:
-    """Writes a Config to `config.json` in `out_dir`; called by one rank."""
+def save(cfg: Any, out_dir: str, **chosen: Any) -> None:
+    """Writes a Config to `config.json` in `out_dir`; called by one rank.
+
+    Args:
+        cfg: a dataclass.
+        out_dir: folder, made if it is not there.
+        **chosen: fields whose value the run derived, written in place of the Config's.
+    """
     Path(out_dir).mkdir(parents=True, exist_ok=True)
-    (Path(out_dir) / "config.json").write_text(json.dumps(dataclasses.asdict(cfg), indent=1) + "\n", encoding="utf-8")
+    text = json.dumps({**dataclasses.asdict(cfg), **chosen}, indent=1) + "\n"
+    (Path(out_dir) / "config.json").write_text(text, encoding="utf-8")
 
 
 def changed(old: dict[str, Any], cfg: Any) -> list[str]:

@@ -57,7 +57,7 @@ class Settings:
     min_p: float = 0.0  # drop tokens below this fraction of the top token's probability; above 0 biases ratios
     rollout_batch: int = 0  # completions sampled at once per GPU, at least one group; 0: as many as memory holds
 
-    micro_batch_tokens: int = 8192  # prompt and completion tokens per forward and GPU; affects memory and speed only
+    micro_batch_tokens: int = 0  # tokens of a forward pass; changes memory and speed only; 0: as many as fit, to 32768
     warmup_steps: int = 5  # steps of linear warm-up, then constant
     weight_decay: float = 0.0  # decoupled
     max_grad_norm: float = 1.0  # gradient clipping; inf: none

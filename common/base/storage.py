@@ -28,6 +28,18 @@ _failing: dict[str, set[int | None]] = {}  # errors of `optional` since its last
 os.register_at_fork(after_in_child=lambda: [file.close() for file in _claimed.values()])
 
 
+def keep_compiled_code() -> None:
+    """Lets torch.compile keep its code in the user's cache folder; in /tmp, torch's choice, it is lost with a restart.
+
+    A folder that TORCHINDUCTOR_CACHE_DIR names already stays as it is.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rl_hand" / "inductor"
+    with contextlib.suppress(OSError):  # a home that cannot be written: torch's choice will do
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+
 def claim(out_dir: str | Path) -> None:
     """Creates the folder of a run and locks it for this process.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedTokenizerBase
 
 from common.base import config, console, devices, distributed, storage
 from common.base.checks import require
@@ -15,7 +15,7 @@ from common.generation.batches import RolloutBatch
 from common.loop.policy import Policy
 from common.model.images import Images
 from common.planning import plan
-from common.run import checkpoint, guards, interrupts, metrics, profiling
+from common.run import checkpoint, guards, interrupts, metrics, profiling, random_state
 from common.tasks import chat_templates, data
 from common.tasks.data import Example, PromptStream
 from common.training.optim import AdamW
@@ -60,7 +60,7 @@ class Run:
         chat_templates.pin_date(self.date)
         self.plan: Any = ""
         self.batch: RolloutBatch | None = None
-        set_seed(cfg.seed + rank)
+        random_state.seed(cfg.seed + rank)
 
     def require_memory(self, **known: Any) -> None:
         """Prints predicted memory and refuses a run that cannot fit; call it before loading.
@@ -68,7 +68,8 @@ class Run:
         Args:
             **known: facts about model and data, see `plan.require_fit`.
         """
-        self.plan = plan.require_fit(self.cfg, self.gpus, ranks=self.num_ranks, **known)
+        tokens = checkpoint.notes(self.checkpoint).get("micro_batch_tokens", 0)
+        self.plan = plan.require_fit(self.cfg, self.gpus, ranks=self.num_ranks, resumed_tokens=tokens, **known)
 
     def restore(
         self,
@@ -107,7 +108,7 @@ class Run:
         with distributed.share_errors("start"):
             if distributed.rank() == 0:
                 with storage.required(Path(cfg.out_dir) / "config.json"):
-                    config.save(cfg, cfg.out_dir)
+                    config.save(cfg, cfg.out_dir, micro_batch_tokens=self.micro_batch_tokens)
         self.log = metrics.Log(cfg.out_dir, done, cfg.steps, self.gpus.all)
         with distributed.share_errors("start"):
             if distributed.rank() == 0:
@@ -195,6 +196,11 @@ class Run:
         """
         return distributed.any_rank(bool(self._signals)) or self.collapsed
 
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of a micro-batch; a resumed run keeps them."""
+        return plan.micro_batch_tokens(self.cfg, self.plan)
+
     def save_due(self, step: int) -> bool:
         """Whether to save after this step."""
         return step % self.cfg.save_every == 0 or step == self.cfg.steps
@@ -205,11 +211,11 @@ class Run:
         Args:
             batch: completions of the next step that have no rewards yet.
         """
-        notes = {"data": self.prompts.fingerprint, "date": self.date, **self.notes}
+        notes = {"data": self.prompts.fingerprint, "date": self.date, "micro_batch_tokens": self.micro_batch_tokens}
         with self.log.time_save(self.done):
             self.saved = checkpoint.save(
                 self.cfg.out_dir, self.done, self.policy.whole, self.tokenizer, self.optimizer, self.position, self.cfg,
-                notes=notes, rollout=batch, reference=self.frozen,
+                notes=notes | self.notes, rollout=batch, reference=self.frozen,
             )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from common.run import checkpoint, interrupts, metrics
 from common.tasks import scoring
 from common.tasks.data import Example, PromptStream
 from common.tasks.scoring import Scored
+from common.training import budgets
 
 
 class Student(Policy):
@@ -230,10 +231,11 @@ def evaluate(
         sums[name][0], sums[name][1] = sums[name][0] + float(total), sums[name][1] + count
 
     def micro_stats(batch: RolloutBatch) -> Iterator[tuple[RolloutBatch, Stats]]:
-        (micros,) = batch.minibatches(1, cfg.micro_batch_tokens, student.packed)
-        teacher.fill(micros, cfg.micro_batch_tokens)
+        (micros,) = batch.minibatches(1, tokens, student.packed)
+        teacher.fill(micros, tokens)
         yield from memory.map_with_halving(micros, lambda micro: loss(student, micro, cfg, Counts())[1])
 
+    tokens = cfg.micro_batch_tokens or budgets.TOKENS
     size = cfg.batch_size * cfg.group_size
     with distributed.share_errors("evaluate"), offloading.teacher_for_evaluation():
         for part in [examples[i : i + size] for i in range(0, len(examples), size)]:

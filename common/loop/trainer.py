@@ -12,6 +12,7 @@ from common.generation.batches import RolloutBatch
 from common.loop.policy import Policy
 from common.maths import losses
 from common.model import models
+from common.planning import plan as planning
 from common.run import interrupts
 from common.run.metrics import StepMetrics
 from common.training import sharding
@@ -68,12 +69,14 @@ class Trainer:
             policy: the trained model.
             optimizer: of the policy.
             log: receives metrics; default: one without files.
-            plan: predicted memory, for the error if a single sequence does not fit.
+            plan: predicted memory: what `micro_batch_tokens` = 0 stands for, and the error if a single sequence does
+                not fit.
             release: frees caches if memory runs out, such as `Sampler.release_for_update`.
         """
         self.cfg, self.policy, self.optimizer = cfg, policy, optimizer
         self.log = StepMetrics() if log is None else log
-        self.budget = Budget(cfg.micro_batch_tokens, str(plan), redo=not policy.sharded, release=release)
+        tokens = planning.micro_batch_tokens(cfg, plan)
+        self.budget = Budget(tokens, str(plan), redo=not policy.sharded, release=release)
 
     @property
     def micro_batch_tokens(self) -> int:

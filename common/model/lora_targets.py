@@ -8,6 +8,7 @@ import functools
 import inspect
 import math
 import re
+import sys
 from collections.abc import Sequence
 
 from torch import nn
@@ -88,7 +89,14 @@ def _read_directly(kind: type) -> frozenset[str]:
     # all of it, perhaps cast or transposed; not its dtype or a slice, which only rare paths of old
     # models read
     reads = re.compile(r"\bself\.([\w.]+)\.weight\b(?!\[|\.(?:data|device|dtype|numel|shape|size)\b)")
-    return frozenset(name for base in bases for name in reads.findall(inspect.getsource(base)))
+    return frozenset(name for base in bases for name in reads.findall(_source(base)))
+
+
+def _source(kind: type) -> str:
+    """The lines of a class at the top of its module; `inspect.getsource` would parse all of the module."""
+    module = inspect.getsource(sys.modules[kind.__module__])
+    found = re.search(rf"^class {kind.__name__}\b.*\n(?:(?:[ \t)].*)?\n)*", module, re.MULTILINE)
+    return found[0] if found else inspect.getsource(kind)
 
 
 def report(model: PreTrainedModel, chosen: Sequence[str]) -> None:

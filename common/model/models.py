@@ -21,6 +21,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
+from common.base import storage
 from common.base.checks import require
 from common.base.distributed import print_main
 from common.model import agreement, images, logprobs, merging, sources
@@ -288,6 +289,8 @@ def warn_learning_rate(
 
 
 def _load(name: str, device: torch.device, dtype: str, bits: int = 0) -> PreTrainedModel:
+    if device.type == "cuda":  # only there anything is compiled
+        storage.keep_compiled_code()
     kind = sources.pick_dtype(dtype, device)
     model = _read(name, kind, bits=bits, device_map={"": device}) if bits else _read(name, kind).to(device)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and model.num_parameters() < SMALL:

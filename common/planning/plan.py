@@ -28,7 +28,9 @@ from common.base.devices import GIB
 from common.model import lora
 from common.planning import advice, layouts, shapes
 from common.planning.footprint import USABLE, Gpu, Roles, Run
-from common.training import sharding
+from common.training import budgets, sharding
+
+RESERVE = 0.15  # of a GPU's free memory, left by the micro-batches that are chosen for a run: plans err by 10 %
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +80,8 @@ class Plan:
         Raises:
             ValueError: the Config or the script would refuse these options.
         """
-        with contextlib.redirect_stdout(io.StringIO()):  # warnings were printed before
-            cfg = dataclasses.replace(self.cfg, **changes)
+        cfg = _changed(self.cfg, **changes)
+        with contextlib.redirect_stdout(io.StringIO()):
             sharding.enabled(cfg)
         return dataclasses.replace(of(cfg, **self.given), capacity=self.capacity, host_capacity=self.host_capacity)
 
@@ -132,6 +134,28 @@ class Plan:
                 size = min(2 * size, plan.minibatch)
         groups = [gpu.room(plan.capacity.get(i, math.inf)) for i, gpu in plan.gpus.items() if gpu.groups]
         return tokens, sum(groups) * self.cfg.group_size
+
+    def with_largest_micro_batches(self) -> "Plan":
+        """The plan with the micro-batches that `micro_batch_tokens` = 0 stands for.
+
+        They have `budgets.TOKENS`, doubled up to `budgets.MOST_TOKENS` as long as a minibatch has
+        more and RESERVE stays free.
+        Ranks that share a model (FSDP2) cannot halve them when memory runs out: if so many do not
+        fit, theirs are halved here.
+        """
+        room = {i: (1 - RESERVE) * capacity for i, capacity in self.capacity.items()}
+        plan = self.with_options(micro_batch_tokens=budgets.TOKENS)
+
+        def times(factor: float) -> Plan:
+            return plan.with_options(micro_batch_tokens=int(factor * plan.cfg.micro_batch_tokens))
+
+        sharded = self.given["ranks"] > 1 and distributed.shards(self.cfg)
+        while sharded and not plan.fits() and plan.cfg.micro_batch_tokens > self.sequence:
+            plan = times(1 / 2)
+        most = min(self.minibatch, budgets.MOST_TOKENS)
+        while plan.cfg.micro_batch_tokens < most and times(2).fits(room):
+            plan = times(2)
+        return plan
 
     @property
     def sequence(self) -> int:
@@ -229,6 +253,8 @@ def of(
     Raises:
         ValueError: a model cannot be found or is not supported.
     """
+    if not cfg.micro_batch_tokens:  # `with_largest_micro_batches` may choose more, where there is memory
+        cfg = _changed(cfg, micro_batch_tokens=budgets.TOKENS)
     given = dict(roles=roles, ranks=ranks, model=model, prompt_tokens=prompt_tokens, visual_tokens=visual_tokens,
                  on_gpu=on_gpu)  # fmt: skip
     processes = [roles] if isinstance(roles, Mapping) else list(roles)
@@ -245,6 +271,22 @@ def of(
     return Plan(name, cfg, shape, run.trained, gpus, host, run.longest, run.minibatch(trains), given)
 
 
+def _changed(cfg: Any, **changes: Any) -> Any:
+    """A Config with changed fields; a ValueError if it refuses them."""
+    with contextlib.redirect_stdout(io.StringIO()):  # warnings were printed before
+        return dataclasses.replace(cfg, **changes)
+
+
+def micro_batch_tokens(cfg: Any, plan: "Plan | str") -> int:
+    """The tokens of a micro-batch: the option, or what the plan has in place of 0.
+
+    Args:
+        cfg: a `settings.Settings`.
+        plan: from `require_fit`.
+    """
+    return cfg.micro_batch_tokens or (plan.cfg.micro_batch_tokens if isinstance(plan, Plan) else budgets.TOKENS)
+
+
 def host_bytes() -> int:
     """Bytes of CPU memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -258,10 +300,20 @@ def require_fit(
     model: str = "",
     prompt_tokens: int = 0,
     visual_tokens: int | None = None,
+    resumed_tokens: int = 0,
 ) -> "Plan | str":
     """Prints the plan of a run on rank 0 and refuses a run that cannot fit; call it before loading.
 
-    The keyword arguments are those of `of`.
+    On GPUs it chooses the micro-batches, if `micro_batch_tokens` is 0; then it is a collective.
+
+    Args:
+        cfg: as in `of`.
+        gpus: devices of all roles.
+        ranks: as in `of`.
+        model: as in `of`.
+        prompt_tokens: as in `of`.
+        visual_tokens: as in `of`.
+        resumed_tokens: of a micro-batch before the run was resumed; chosen again, if they fit.
 
     Returns:
         The plan; or the reason why there is none.
@@ -280,6 +332,8 @@ def require_fit(
     except (OSError, ValueError, AttributeError) as error:  # loading the model gives a better error
         plan = f"no plan of memory: {type(error).__name__}: {error}"
         distributed.print_main(plan)
+        if on_gpu and not cfg.micro_batch_tokens:  # other ranks may have a plan
+            distributed.gather_objects(budgets.TOKENS)
         return plan
     if not on_gpu:
         gib = plan.gpus[0].always.total() / GIB
@@ -290,13 +344,19 @@ def require_fit(
     capacity = {i: devices.free_bytes(d) + torch.cuda.memory_allocated(d) for i, d in places.items()}
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     plan = plan.for_capacity(capacity, host_bytes() / processes)  # the plan covers one process
+    if not cfg.micro_batch_tokens:
+        before = plan.with_options(micro_batch_tokens=resumed_tokens or budgets.TOKENS)
+        own = before if resumed_tokens and before.fits() else plan.with_largest_micro_batches()
+        tokens = min(distributed.gather_objects(own.cfg.micro_batch_tokens))
+        plan = plan.with_options(micro_batch_tokens=tokens)
+        distributed.print_main(f"micro_batch_tokens = 0: micro-batches of up to {tokens} tokens")
     distributed.print_main(plan)
     if plan.fits():
         return plan
     smallest = plan.with_options(micro_batch_tokens=1)
     if smallest.fits():
         distributed.print_main(
-            f"micro_batch_tokens = {cfg.micro_batch_tokens} may be too many: they are halved when memory runs out; "
+            f"micro_batch_tokens = {plan.cfg.micro_batch_tokens} may be too many: halved when memory runs out; "
             f"about {max(plan.sequence, plan.largest()[0])} fit"
         )
         return plan

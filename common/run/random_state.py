@@ -6,6 +6,17 @@ import numpy as np
 import torch
 
 
+def seed(number: int) -> None:
+    """Seeds every generator, as transformers' `set_seed`, whose import takes the time of loading peft.
+
+    Args:
+        number: not negative.
+    """
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)  # CUDA's too
+
+
 def capture() -> dict[str, torch.Tensor]:
     """The state of every generator, by name."""
     version, words, gauss = random.getstate()

@@ -17,7 +17,7 @@ def check(cfg: Any) -> None:
     kinds = get_type_hints(type(cfg))
     one_of(cfg, **{name: get_args(kind) for name, kind in kinds.items() if get_origin(kind) is Literal})
     at_least(cfg, 0, *(name for name, kind in kinds.items() if kind in (int, float)))  # never negative
-    at_least(cfg, 1, "steps", "batch_size", "group_size", "num_minibatches", "micro_batch_tokens", "max_new_tokens")
+    at_least(cfg, 1, "steps", "batch_size", "group_size", "num_minibatches", "max_new_tokens")
     at_least(cfg, 1, "max_prompt_tokens", "save_every", "keep_checkpoints", "eval_examples", "collapse_steps")
     above_zero(cfg, "temperature")
     require(cfg.max_grad_norm > 0, f"max_grad_norm = {cfg.max_grad_norm}", "must be above 0", "inf: no clipping")

@@ -13,6 +13,9 @@ from common.base.memory import (
     print_with_rank,
 )
 
+TOKENS = 8192  # of a micro-batch, if no plan of a GPU's memory says how many fit
+MOST_TOKENS = 32768  # of one that a plan chooses; passes of FORWARD_FACTOR as many have 2**31 numbers in 16,384 columns
+
 
 class Budget:
     """Tokens that a micro-batch may have; halved when memory runs out.

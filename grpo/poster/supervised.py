@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import ProcessorMixin, PreTrainedTokenizerBase, set_seed
+from transformers import ProcessorMixin, PreTrainedTokenizerBase
 
 sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common/maths/losses.py").is_file())))
 from common.base import checks, config, storage
 from common.base.checks import require
 from common.distill import offpolicy
 from common.model import images, logprobs, models, sources
-from common.run import interrupts, metrics
+from common.run import interrupts, metrics, random_state
 from common.tasks import data
 from common.training import optim
 from grpo.poster import records, synthetic, toys
@@ -87,7 +87,7 @@ def main(cfg: Config) -> None:
     on_gpu = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
     home = torch.device("cuda:0" if on_gpu else "cpu")
     storage.claim(cfg.out_dir)  # two runs must not write the same policy
-    set_seed(cfg.seed)
+    random_state.seed(cfg.seed)
     source = toys.find(cfg.policy_model)
     tokenizer, model = models.load_policy(source, home, cfg.dtype, cfg.gradient_checkpointing)
     models.warn_learning_rate(cfg.learning_rate, model, 1e-4, "on demonstrations: 1e-5")

@@ -23,8 +23,8 @@ from common.generation.scheduler import PREFILL_TOKENS, Draft, Group
 from common.maths.sampling import Sampling
 
 MOST_TOKENS = 2**28  # kept of all prompts together: 1 GiB
-WIDTHS = (32, 128, 512, 2048)  # tokens of a draft that each round tries: few, until some were right
-FEWEST = 0.25  # share of rows with a draft that is worth a round; decoding serves all rows at once
+FIRST, LONGER = 16, 4  # tokens that a first draft tries; a later one: this many times those drawn along the last
+WORTH = 8  # tokens per row, in the mean, that a round must draw for another to follow: a pass costs several decode steps
 
 
 class Former:
@@ -83,8 +83,8 @@ def verify(
 ) -> tuple[list[int], list[int]]:
     """Draws tokens of rows along their prompts' former completions, in a few forward passes.
 
-    After a token that no draft has, another former completion may go on with it: that is the next
-    round's draft.
+    Drafts grow as long as they are right. After a token that differs, another former completion may
+    go on with it, and is the next draft.
 
     Args:
         runner: holds the rows.
@@ -97,21 +97,22 @@ def verify(
     """
     members = [(group, member) for group in groups for member in range(len(group.rows))]
     texts = [array("i", [token]) for token in runner.last_tokens(groups)]
-    drafted = [0] * len(texts)
-    for width in WIDTHS:
-        drafts = {}
+    drafted, widths = [0] * len(texts), [FIRST] * len(texts)
+    gained = WORTH * len(texts)
+    while gained >= WORTH * len(texts):
+        gained, drafts = 0, {}
         for i, (group, member) in enumerate(members):
-            limit = min(len(texts[i]) + width, runner.cache.space.tokens)
+            limit = min(len(texts[i]) + widths[i], runner.cache.space.tokens)
             if len(texts[i]) < limit and (found := continuation(former[group.prompt], texts[i])):
                 drafts[i] = Draft(group, member, len(texts[i]), found[:limit])
-        if not drafts or len(drafts) < FEWEST * len(texts):
-            break
         for part in _parts(drafts):
             results = runner.extend([drafts[i] for i in part], sampling)
             for i, new, last in zip(part, *results, strict=True):
                 count, tokens = len(texts[i]), drafts[i].tokens
                 texts[i] = tokens[: count + new - 1] + array("i", [last])
                 drafted[i] += new - (last != tokens[count + new - 1])
+                widths[i] = LONGER * new
+                gained += new
     return [len(text) - 1 for text in texts], drafted
 
 

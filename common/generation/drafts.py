@@ -24,7 +24,7 @@ from common.maths.sampling import Sampling
 
 MOST_TOKENS = 2**28  # kept of all prompts together: 1 GiB
 FIRST, LONGER = 16, 4  # tokens that a first draft tries; a later one: this many times those drawn along the last
-WORTH = 8  # tokens per row, in the mean, that a round must draw for another to follow: a pass costs several decode steps
+WORTH = 8  # tokens per row that a pass must draw, in the mean, for another to follow: it costs several decode steps
 
 
 class Former:

@@ -49,7 +49,8 @@ class Sampler(rollout.Sampler):
         self.cfg, self.policy, self.former = cfg, policy, Former()
         self.drafts = cfg.drafts and self.takes_drafts
         if cfg.drafts and not self.drafts:
-            distributed.print_main(f"warning: drafts are ignored: {self.path} cannot take them")
+            served = "only the decode engine takes them, of models without layers that keep a state"
+            distributed.print_main(f"warning: drafts are ignored: {served}")
         if examples:
             self.require_fit([example.prompt_ids for example in examples])
 

@@ -110,6 +110,18 @@ def test_replicas_draw_along_their_share_of_the_drafts():
     assert_same(generate(two, former), generate(one, former))
 
 
+def test_a_draft_over_broken_weights_ends_the_rollout():
+    model, how = copy.deepcopy(tiny("gpt2")), dict(prompts=[[5, 6]], group_size=1)
+    sampler, places = Sampler([model], end_ids=[999], pad_id=0, max_new_tokens=4), model.transformer.wpe.weight.data
+    plain, good = generate(sampler, **how), places.clone()
+    former = [sorted(array("i", ids.tolist()) for ids in plain.completions)]
+    places[4] = torch.nan  # of the last token that is read, which the draft holds
+    with pytest.raises(FloatingPointError, match="not finite"):
+        generate(sampler, former, **how)
+    places.copy_(good)
+    assert_not_changed_by_drafts(sampler, former, **how)
+
+
 @pytest.mark.parametrize(("kind", "ignored"), [("qwen2", False), ("lfm2", True)])
 def test_where_drafts_are_not_served_a_line_says_so(capsys, in_single, kind, ignored):  # noqa: F811
     model = built(kind) if ignored else tiny_model(kind)

@@ -133,19 +133,18 @@ class Engine:
                     runner.prefill(groups, prompts, sampling, images)
                 ahead = self._draw_along(former, entered, sampling) if entered and former else []
                 schedule.draw_ahead(ahead)
-                most = max(ahead, default=0)
                 rows, b = len(schedule.rows), schedule.batch_size
                 if entered or kept is not None:
                     runner.arrange(schedule.groups(), b)
                 steps, longest = schedule.steps_until_check, schedule.longest
-                if most or (entered and runner.all_done(rows)):  # rows may have ended already
+                if any(ahead) or (entered and runner.all_done(rows)):  # rows may have ended already
                     steps = 0
                 for i in range(steps):
                     runner.advance(b, sampling, longest + i)
                 schedule.step += steps
                 yield
                 if stopping:
-                    runner.stop(rows, stopping, steps + 1 + most)
+                    runner.stop(rows, stopping, steps + 1)
                 kept = schedule.close_gaps(runner.done(rows))
                 if kept is not None:
                     runner.keep(kept, rows)

@@ -234,7 +234,7 @@ class Runner:
         differs from the draft: behind that one, the pass has read other tokens than were drawn.
 
         Args:
-            drafts: of different rows; none is as long as the limit allows, or ends within.
+            drafts: of different rows that have not ended, at most as long as the limit on completions.
             sampling: the distribution tokens are drawn from.
 
         Returns:

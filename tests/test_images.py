@@ -17,7 +17,7 @@ from transformers.models.qwen2_vl import Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl import Qwen3VLForConditionalGeneration
 
-from common.generation import rollout
+from common.generation import drafts, rollout
 from common.model import head, images, logprobs, sources
 from common.model import models as policies
 from common.model.logprobs import LogProbs
@@ -284,6 +284,17 @@ def test_greedy_completions_are_those_of_generate(rollout_batch, fallback, loade
         )  # fmt: skip
         assert batch.completion_ids[i, : batch.lengths[i]].tolist() == out[0, len(ids) :].tolist()
     model.train()
+
+
+def test_completions_about_images_are_the_same_with_drafts(loaded):
+    processor, model, prompts, pictures = loaded
+    sampler, former = sampler_of(processor, model), drafts.Former()
+    how = dict(group_size=2, temperature=0, images=images.Images.of(model, processor, prompts, pictures))
+    plain = sampler.generate(prompts, **how)
+    former.put(range(3), plain.completions)
+    drafted = sampler.generate(prompts, **how, former=former.of(range(3)))
+    assert torch.equal(drafted.completion_ids, plain.completion_ids)
+    assert not sampler.takes_drafts or torch.equal(drafted.drafted, drafted.lengths - 1)
 
 
 def test_the_tower_runs_once_per_prompt_with_images(loaded):

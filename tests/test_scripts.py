@@ -165,7 +165,12 @@ def test_a_run_leaves_complete_checkpoints_and_finite_numbers(launcher):
 def test_a_reward_model_joins_the_reward_function_and_every_metric_is_explained(launcher, tmp_path):
     save_reward_model(tmp_path / "model", unk_token="<unk>")
     options = dict(
-        steps=1, dynamic_sampling=1, reward_model=tmp_path / "model", reward_model_weight=0.5, eval_samples=4
+        steps=1,
+        dynamic_sampling=1,
+        reward_model=tmp_path / "model",
+        reward_model_weight=0.5,
+        eval_samples=4,
+        drafts=True,
     )
     run = launcher.run("gspo", tmp_path / "run", rewards=[graded], **options).succeeded()
     written = {name.replace("_4", "_k") for line in run.lines for name in line}

@@ -17,7 +17,7 @@ from common.generation import stopping
 from common.model.images import Images
 
 # fields that stay on the CPU, so that cutting a batch never syncs
-ON_HOST = ("prompt_lengths", "lengths", "truncated", "rows", "trained", "replica")
+ON_HOST = ("prompt_lengths", "lengths", "truncated", "rows", "drafted", "trained", "replica")
 TEACHER = "teacher_"  # prefix of `TeacherOutput` in a state dict
 
 
@@ -69,6 +69,7 @@ class Rollout:
         truncated: [B] bool, on the CPU: cut off by the limit before an end token or stop string.
         rows: [B] int64, on the CPU: place of each sequence in the rollout; parts of a batch keep it.
         images: of the prompts, if the policy is given any.
+        drafted: [B] int64, on the CPU: tokens that stood in a draft; None if there were no drafts.
     """
 
     prompt_ids: torch.Tensor
@@ -79,6 +80,7 @@ class Rollout:
     truncated: torch.Tensor
     rows: torch.Tensor
     images: Images | None = None
+    drafted: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids)

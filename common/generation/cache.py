@@ -14,9 +14,10 @@ from typing import Protocol
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 
-from common.generation.scheduler import Group, Space
-from common.model.attention import Layer, Packed
+from common.generation.scheduler import Draft, Group, Space
+from common.model.attention import GQA, Layer, Packed, on_flash
 
 
 class Cache(Protocol):
@@ -57,6 +58,9 @@ class Cache(Protocol):
     def prefill(self, groups: list[Group]) -> Packed:
         """The attention path of prompts that enter the cache."""
 
+    def extend(self, drafts: list[Draft]) -> "Extension":
+        """The attention path of several new tokens per row."""
+
     def arrange(self, groups: list[Group], b: int) -> None:
         """Prepares `decode` for a batch that has changed: groups, then padding up to b rows."""
 
@@ -69,6 +73,45 @@ class Cache(Protocol):
             longest: tokens of the longest row. A CUDA graph cannot know it: what changes between replays must be on the
                 device.
         """
+
+
+class Extension(Packed):
+    """Several new tokens of some rows, packed: keys and values enter the cache, queries see all of their row so far.
+
+    The new tokens of a row are its last ones, and each sees those before it.
+    """
+
+    write: tuple  # index of the N new tokens into keys or values as allocated
+    read: tuple  # index of all tokens of the rows
+    seen: Packed  # where each row stands in what is read
+
+    @classmethod
+    def reading(cls, drafts: list[Draft], write: tuple, read: tuple, device: torch.device) -> "Extension":
+        """The path for drafts; `write` and `read` are its attributes, on the CPU."""
+        path = cls.of([draft.new for draft in drafts], device)
+        path.seen = Packed.of([draft.group.length + len(draft.tokens) - 1 for draft in drafts], device)
+        path.write, path.read = (
+            tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in index) for index in (write, read)
+        )
+        return path
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """The attention path of drafts: m = 1, T = N."""
+        module.rl_keys[self.write], module.rl_values[self.write] = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        q, k, v = query[0].transpose(0, 1).contiguous(), module.rl_keys[self.read], module.rl_values[self.read]
+        if on_flash(query):
+            ends = self.offsets, self.seen.offsets, self.longest, self.seen.longest
+            return varlen_attn(q, k, v, *ends, scale=scaling, window_size=(-1, 0), **GQA).unsqueeze(0)
+        parts = zip(q.split(self.lengths), k.split(self.seen.lengths), v.split(self.seen.lengths), strict=True)
+        out = []
+        for qkv in parts:
+            q, k, v = (x.transpose(0, 1) for x in qkv)
+            earlier = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
+            mask = earlier.tril(k.shape[1] - q.shape[1])  # the last query sees every key
+            out.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=True))
+        return torch.cat(out, dim=1).transpose(0, 1)[None]
 
 
 def _flash(q, k, v, offsets, starts, longest, capacity, scaling, used):
@@ -244,6 +287,17 @@ class FlashCache:
         path.write = write.to(self.device, non_blocking=True)
         return path
 
+    def extend(self, drafts: list[Draft]) -> Extension:
+        """See `Cache.extend`."""
+        write, read = [], []
+        for draft in drafts:
+            prompt = draft.group.slot * self.space.longest
+            start = self.first_row + draft.group.rows[draft.member].slot * self.space.tokens
+            end = start + len(draft.tokens) - 1
+            write.append(torch.arange(start + draft.count - 1, end))
+            read += [torch.arange(prompt, prompt + draft.group.length), torch.arange(start, end)]
+        return Extension.reading(drafts, (torch.cat(write),), (torch.cat(read),), self.device)
+
     def arrange(self, groups: list[Group], b: int) -> None:
         """Writes down which rows attend to which prompt."""
         left = b - sum(len(group.rows) for group in groups)
@@ -361,6 +415,16 @@ class SdpaCache:
         path = SdpaPrefill.of([group.length for group in groups], self.device)
         path.rows = [group.places for group in groups]
         return path
+
+    def extend(self, drafts: list[Draft]) -> Extension:
+        """See `Cache.extend`."""
+        ends = torch.tensor([draft.group.length + len(draft.tokens) - 1 for draft in drafts])
+        new, rows = torch.tensor([draft.new for draft in drafts]), torch.tensor([draft.place for draft in drafts])
+        write, read = (
+            (rows.repeat_interleave(counts), slice(None), torch.cat([torch.arange(end - n, end) for end, n in spans]))
+            for counts, spans in ((new, zip(ends, new, strict=True)), (ends, zip(ends, ends, strict=True)))
+        )
+        return Extension.reading(drafts, write, read, self.device)
 
     def arrange(self, groups: list[Group], b: int) -> None:
         """See `Cache.arrange`."""

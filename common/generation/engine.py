@@ -7,14 +7,16 @@ prompts in: scheduler.py decides, runner.py acts on the device.
 Dims: P prompts, G completions per prompt, B = P * G sequences, T new tokens.
 """
 
+from array import array
 from collections.abc import Generator, Sequence
 
 import torch
 from transformers import PreTrainedModel
 
 from common.base import devices
+from common.generation import drafts
 from common.generation.runner import NOT_FINITE, Runner
-from common.generation.scheduler import CHECK_EVERY, SMALLEST_BATCH, Scheduler, Space, prefill_parts
+from common.generation.scheduler import CHECK_EVERY, SMALLEST_BATCH, Group, Scheduler, Space, prefill_parts
 from common.generation.stopping import Stopping
 from common.maths.sampling import Sampling
 from common.model import attention
@@ -29,6 +31,7 @@ class Engine:
     Attributes:
         rows: completions decoded at once in the last rollout, at most.
         check_every: decode steps between host checks.
+        drafted: [B] int64, on the CPU: tokens of the last rollout's completions that stood in a draft.
     """
 
     def __init__(
@@ -57,10 +60,15 @@ class Engine:
             kernels: replace steps of linear attention by those of delta_rule.py.
             fused: decode by the kernels of common/fused/.
         """
-        self.model, self.device, self.rows = model, model.device, 0
+        self.model, self.device, self.rows, self.drafted = model, model.device, 0, torch.empty(0)
         options = compile, left_padding, graphs, kernels, fused
         self.runner = Runner(model, support, end_ids, suppressed_ids, *options)
         self.check_every = CHECK_EVERY if self.device.type == "cuda" else 1
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether `decode` uses former completions: a state cannot go back to where a draft differs."""
+        return not self.runner.states.kept
 
     @property
     def name(self) -> str:
@@ -91,6 +99,7 @@ class Engine:
         max_rows: int = 0,
         images: Images | None = None,
         stopping: Stopping | None = None,
+        former: Sequence[Sequence[array]] = (),
     ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
         """Completions of every prompt; yields while the device is at work, so that engines can take turns.
 
@@ -104,6 +113,7 @@ class Engine:
             images: of the P prompts, if the model is given any.
             stopping: ends rows at a stop string, at the next host check; the caller cuts what
                 follows it.
+            former: earlier completions of each prompt, to be drafts; see drafts.py.
 
         Returns:
             Tokens [B, T] int64, -1 after the end, and their log-probabilities [B, T] fp32, 0 after
@@ -116,6 +126,7 @@ class Engine:
         (B, T), runner = uniforms.shape, self.runner
         space = self._plan(prompts, group_size, T, max_rows)
         self.rows = space.rows
+        self.drafted = torch.zeros(B, dtype=torch.long)
         runner.reserve(space, uniforms)
         # fused steps are so short that few rows deserve graphs of their own
         smallest = (1 if runner.fused else SMALLEST_BATCH) if runner.use_graphs else 0
@@ -125,11 +136,13 @@ class Engine:
                 entered = schedule.admit()
                 for groups in prefill_parts(entered):
                     runner.prefill(groups, prompts, sampling, images)
+                ahead = self._draw_along(former, entered, sampling) if entered and former else []
+                schedule.draw_ahead(ahead)
                 rows, b = len(schedule.rows), schedule.batch_size
                 if entered or kept is not None:
                     runner.arrange(schedule.groups(), b)
                 steps, longest = schedule.steps_until_check, schedule.longest
-                if entered and runner.all_done(rows):  # at their first token
+                if any(ahead) or (entered and runner.all_done(rows)):  # rows may have ended already
                     steps = 0
                 for i in range(steps):
                     runner.advance(b, sampling, longest + i)
@@ -148,6 +161,12 @@ class Engine:
             self.release()  # what is not finite must not stay in the cache: zero times NaN is NaN
             raise FloatingPointError(NOT_FINITE)
         return tokens, logps
+
+    def _draw_along(self, former: Sequence[Sequence[array]], groups: list[Group], sampling: Sampling) -> list[int]:
+        """Tokens that each new row draws by `drafts.verify`."""
+        ahead, drafted = drafts.verify(self.runner, groups, former, sampling)
+        self.drafted[[row.sequence for group in groups for row in group.rows]] = torch.tensor(drafted)
+        return ahead
 
     def release(self) -> None:
         """Frees cache and graphs until the next rollout, which allocates and captures again."""

@@ -25,6 +25,7 @@ class Recompute:
     """Decodes completions with one model by recomputing them."""
 
     name = "without a cache (every token recomputes its sequence: slow)"
+    takes_drafts = False
 
     def __init__(self, model: PreTrainedModel, end_ids: Sequence[int], suppressed_ids: Sequence[int] = ()):
         """Chooses how sequences are computed together.

@@ -10,6 +10,7 @@ Dims: P prompts, G completions per prompt, B = P * G sequences, C completion tok
 
 import dataclasses
 import sys
+from array import array
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -101,6 +102,7 @@ class Sampler:
         step: int = 0,
         prompt_numbers: Sequence[int] | None = None,
         images: Images | None = None,
+        former: Sequence[Sequence[array]] = (),
     ) -> RolloutBatch:
         """Samples `group_size` completions for every prompt.
 
@@ -113,6 +115,7 @@ class Sampler:
             prompt_numbers: place of each prompt in the whole step's batch, over all ranks; 0..P-1
                 by default.
             images: of the P prompts, for a policy that reads images; the batch refers to them.
+            former: earlier completions of the P prompts, from `drafts.Former.of`; see `takes_drafts`.
 
         Returns:
             B = P * group_size sequences on the device of the first replica, the completions of a
@@ -129,9 +132,11 @@ class Sampler:
         sampling = dataclasses.replace(self.sampling, temperature=temperature)
         prompt_numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
         uniforms_BC = uniforms(seed, step, prompt_numbers, group_size, self.max_new_tokens)
-        tokens_BC, logps_BC = self._decode(prompts, group_size, uniforms_BC, sampling, images)
+        tokens_BC, logps_BC, drafted_B = self._decode(prompts, group_size, uniforms_BC, sampling, images, former)
         stopped_B = self.stopping.cut(tokens_BC, logps_BC) if self.stopping else None
-        return assemble(prompts, group_size, tokens_BC, logps_BC, self.pad_id, self.end_ids, images, stopped_B)
+        batch = assemble(prompts, group_size, tokens_BC, logps_BC, self.pad_id, self.end_ids, images, stopped_B)
+        batch.drafted = None if drafted_B is None else drafted_B.minimum(batch.lengths)  # a stop string may cut them
+        return batch
 
     def _decode(
         self,
@@ -140,12 +145,18 @@ class Sampler:
         uniforms_BC: torch.Tensor,
         sampling: Sampling,
         images: Images | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [B, C], -1 after the end, and their log-probabilities; prompts are dealt to the replicas."""
+        former: Sequence[Sequence[array]],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Tokens [B, C], -1 after the end, their log-probabilities, and how many of each row stood in drafts.
+
+        Prompts are dealt to the replicas.
+        """
         # completions are not known yet: counted as if all were long
         costs = [len(ids) + group_size * self.max_new_tokens for ids in prompts]
         shares = [share for share in deal(costs, len(self.replicas)) if share]  # with few prompts, not one per replica
         within_window = self._within_window(prompts)
+        path, engines = (self.path, self.engines) if within_window else (self._beyond_window, self._beyond_engines)
+        drafting = bool(former) and _take_drafts(engines)
         for engine in filter(None, self.engines):
             engine.rows = 0
 
@@ -153,9 +164,9 @@ class Sampler:
             uniforms_bC = uniforms_BC.unflatten(0, (-1, group_size))[share].flatten(0, 1)
             own = None if images is None else images.select(torch.tensor(share))
             work = [prompts[k] for k in share], group_size, uniforms_bC, sampling
-            path, engines = (self.path, self.engines) if within_window else (self._beyond_window, self._beyond_engines)
             if engines[replica]:
-                return engines[replica].decode(*work, self.rollout_batch, own, self.stopping)
+                drafts = {"former": [former[k] for k in share]} if drafting else {}
+                return engines[replica].decode(*work, self.rollout_batch, own, self.stopping, **drafts)
             ids = self.end_ids, self.suppressed_ids
             more = self.rollout_batch, own, self.stopping, path.left_padding
             return fallback.decode(self.replicas[replica], *work, *ids, *more)
@@ -172,7 +183,10 @@ class Sampler:
             torch.cat([part[k].to(home) for part in parts]).unflatten(0, (-1, group_size))[back].flatten(0, 1)
             for k in range(2)
         )
-        return tokens_BC, logps_BC
+        if not drafting:
+            return tokens_BC, logps_BC, None
+        drafted = torch.cat([engine.drafted for engine, _ in zip(engines, shares, strict=False)])
+        return tokens_BC, logps_BC, drafted.unflatten(0, (-1, group_size))[back.cpu()].flatten()
 
     def _check_images(self, prompts: Sequence[list[int]], images: Images | None) -> None:
         """Refuses image tokens without images, and images of other prompts."""
@@ -197,6 +211,11 @@ class Sampler:
             if self._beyond_window != self.path:
                 print_main(f"rollout of up to {longest} tokens: now {self._beyond_window}{reason}", file=sys.stderr)
         return False
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether former completions make sampling faster; otherwise `generate` ignores them."""
+        return _take_drafts(self.engines)
 
     def _decoders(self, path: paths.Path, compile: bool) -> list[Any]:
         """What decodes with each replica; None for `fallback.decode`."""
@@ -254,6 +273,10 @@ class Sampler:
         """Frees the caches of all replicas until the next rollout, which then takes longer to begin."""
         for engine in filter(None, self.engines):
             engine.release()
+
+
+def _take_drafts(engines: Sequence[Any]) -> bool:
+    return all(engine is not None and engine.takes_drafts for engine in engines)
 
 
 def _in_turn(decoders: list[Generator[None, None, Any]]) -> list[Any]:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from common.fused.step import Step
 from common.generation import delta_rule
 from common.generation.cache import Cache, FlashCache, SdpaCache
-from common.generation.scheduler import Group, Space
+from common.generation.scheduler import Draft, Group, Space
 from common.generation.stopping import Stopping
 from common.maths.sampling import Sampling, distribution, draw
 from common.model import attention, merging, states
@@ -230,6 +230,54 @@ class Runner:
         own = images.select(torch.tensor([group.prompt for group in groups])).to(self.device)
         shift = own.ends[own.prompts].cpu() - torch.tensor([group.length for group in groups])
         return own.inputs(self.model, ids, row, positions), shift
+
+    def last_tokens(self, groups: list[Group]) -> list[int]:
+        """The token that each row of neighboring groups drew last; syncs."""
+        return self.state.token[groups[0].first : groups[-1].places.stop].tolist()
+
+    def extend(self, drafts: list[Draft], sampling: Sampling) -> tuple[list[int], list[int]]:
+        """Draws tokens of some rows in one forward pass over their drafts; syncs.
+
+        A row draws a token at every place of its draft, and keeps those up to the first that
+        differs from the draft: behind that one, the pass has read other tokens than were drawn.
+
+        Args:
+            drafts: of different rows that have not ended, at most as long as the limit on completions.
+            sampling: the distribution tokens are drawn from.
+
+        Returns:
+            Of each row: tokens that it has drawn, and the last of them.
+        """
+        state, T = self.state, self.cache.space.tokens
+        path = self.cache.extend(drafts)
+        to = {"device": self.device}
+        places, lengths = (torch.tensor(x, **to) for x in zip(*((d.place, d.new) for d in drafts), strict=True))
+        before = torch.tensor([token for d in drafts for token in d.tokens[d.count - 1 : -1]], **to)
+        draft = torch.tensor([token for d in drafts for token in d.tokens[d.count :]], **to)
+        row = torch.arange(len(drafts), **to).repeat_interleave(lengths, output_size=len(draft))
+        number = torch.arange(len(draft), **to) - path.offsets[row]  # of the token in its draft
+        count = state.count[places][row] + number
+        position = (state.prompt_length + state.position_shift)[places][row] + count - 1
+        with torch.compiler.set_stance("force_eager"):
+            hidden = self.decoder(
+                input_ids=before[None], position_ids=position[None], **attention.inputs(self.device, path)
+            ).last_hidden_state[0]
+        self.healthy.logical_and_(hidden.isfinite().all())
+        where = state.sequence[places][row] * T + count
+        drawn = []
+        for part in torch.arange(len(draft), **to).split(self.cache.space.batch):  # there is room for so many logits
+            logits = vocabulary_logits(self.model, hidden[part], self.head_weight)
+            drawn.append(self._draw_eager(logits, self.uniforms[where[part]], count[part], sampling))
+        tokens, logps = (torch.cat(x) for x in zip(*drawn, strict=True))
+        stops = (tokens != draft) | torch.isin(tokens, self.end)
+        new = lengths.scatter_reduce(0, row, torch.where(stops, number + 1, len(draft)), "amin")
+        kept = number < new[row]
+        self.out_tokens[where[kept]], self.out_logps[where[kept]] = tokens[kept], logps[kept]
+        last = tokens[path.offsets[:-1] + new - 1]
+        state.token[places] = last
+        state.count[places] += new
+        state.done[places] = (torch.isin(last, self.end) | (state.count[places] >= T)).long()
+        return new.tolist(), last.tolist()
 
     def arrange(self, groups: list[Group], b: int) -> None:
         """Prepares decode steps for a batch that has changed: groups, then padding up to b rows."""

@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
     sequence: int  # its number in the rollout
     slot: int  # its place in the cache
-    born: int  # decode step at which its first token was drawn
+    born: int  # decode step at which its first token was drawn; earlier, if it drew several at once
 
 
 class Group(NamedTuple):
@@ -57,6 +57,25 @@ class Group(NamedTuple):
     def places(self) -> slice:
         """Places of the rows in the batch."""
         return slice(self.first, self.first + len(self.rows))
+
+
+class Draft(NamedTuple):
+    """What a row of the batch may go on with."""
+
+    group: Group
+    member: int  # number of the row in its group
+    count: int  # tokens drawn so far
+    tokens: Sequence[int]  # those, and the ones to be tried
+
+    @property
+    def place(self) -> int:
+        """Place of the row in the batch."""
+        return self.group.first + self.member
+
+    @property
+    def new(self) -> int:
+        """Tokens to be tried."""
+        return len(self.tokens) - self.count
 
 
 class Scheduler:
@@ -121,6 +140,11 @@ class Scheduler:
             self._prompt_slots[prompt] = self._free_prompts.pop()
             self.rows += [Row(prompt * size + i, self._free_rows.pop(), self.step) for i in range(size)]
         return self.groups()[-room:]
+
+    def draw_ahead(self, tokens: Sequence[int]) -> None:
+        """Notes how many tokens each of the last rows of the batch drew besides one in each decode step."""
+        first = len(self.rows) - len(tokens)
+        self.rows[first:] = [row._replace(born=row.born - n) for row, n in zip(self.rows[first:], tokens, strict=True)]
 
     def groups(self) -> list[Group]:
         """The batch by prompts."""

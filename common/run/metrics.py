@@ -119,6 +119,9 @@ class Log(StepMetrics):
         """Adds completion lengths and the truncated share of a batch; a collective."""
         lengths = batch.lengths.float().cpu()
         self.add(len(lengths), completion_length=lengths.mean().item(), truncated=batch.truncated.float().mean().item())
+        if batch.drafted is not None:
+            tokens = lengths.sum().item()
+            self.add(tokens, draft_accepted=batch.drafted.sum().item() / tokens)
         self.add(len(lengths), completion_length_max=lengths.max().item())
         self._tokens = distributed.sum_over_ranks(lengths.sum().item())
 

@@ -29,7 +29,7 @@ EACH_WAY = pytest.mark.parametrize(
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15, 16, 17], [20]]
 NEVER = [999]  # an end token no model here can sample
 OPTIONS = dict(end_ids=NEVER, pad_id=0, max_new_tokens=12)
-ON_HOST = {"prompt_lengths", "lengths", "truncated", "trained", "rows"}
+ON_HOST = {"prompt_lengths", "lengths", "truncated", "trained", "rows", "group"}
 CPU, META = torch.device("cpu"), torch.device("meta")
 # What still rounds to fp32: five norms over 32 numbers each, and the logarithm of the sum. Log-probabilities reach -16
 NORMS = dict(terms=5 * (32 + 8), magnitude=16.0, dtype=torch.float32)
@@ -150,7 +150,7 @@ def make_batch(lengths, group_size=1, prompt_lengths=None) -> RolloutBatch:
         completion_ids=(places + torch.arange(C)) * mask, completion_mask=mask,
         rollout_logps=-0.5 * (places + torch.arange(C)) * mask, prompt_lengths=torch.tensor(prompt_lengths),
         lengths=torch.tensor(lengths), truncated=torch.zeros(B, dtype=torch.bool),
-        trained=torch.ones(B, dtype=torch.bool), rows=torch.arange(B),
+        trained=torch.ones(B, dtype=torch.bool), rows=torch.arange(B), group=torch.arange(B) // group_size,
     )  # fmt: skip
 
 
@@ -501,6 +501,7 @@ def test_prompts_and_completions_are_put_together():
     assert batch.lengths.tolist() == [3, 1, 4, 1] and batch.prompt_lengths.tolist() == [3, 3, 1, 1]
     assert batch.truncated.tolist() == [False, True, True, False]
     assert batch.trained.all() and batch.rows.tolist() == [0, 1, 2, 3] and len(batch) == 4
+    assert batch.group.tolist() == [0, 0, 1, 1] and batch.size == 4 + 10  # a prompt counts once
     assert {x.dtype for x in (batch.completion_mask, batch.truncated, batch.trained)} == {torch.bool}
     integers = batch.completion_ids, batch.prompt_ids, batch.lengths, batch.prompt_lengths, batch.rows
     assert {x.dtype for x in integers} == {torch.int64}

@@ -60,7 +60,8 @@ class Student(Policy):
         Returns:
             The weighted sum over tokens, and per-token metrics [m, C] by name.
         """
-        loss, values_mCR = self.wrapped[micro.replica or 0](*micro.tokens, weights_mC, *micro.teacher.tensors)
+        student, inputs = self.wrapped[micro.replica or 0], (*micro.tokens[:4], weights_mC, *micro.teacher.tensors)
+        loss, values_mCR = student(*inputs, group=micro.group)
         return loss.squeeze(0), dict(zip(distillation.VALUES, values_mCR.unbind(-1), strict=True))
 
 

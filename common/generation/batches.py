@@ -116,6 +116,11 @@ class Rollout:
         prompts = dict(zip(self.group.tolist(), self.prompt_lengths.tolist(), strict=True))
         return sum(prompts.values()) + int(self.lengths.sum())
 
+    @property
+    def longest(self) -> int:
+        """Most prompt and completion tokens of a row."""
+        return int((self.prompt_lengths + self.lengths).max())
+
     def texts(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = ()) -> list[str]:
         """Completions as text, without end and pad tokens; other special tokens, such as <think>, stay.
 

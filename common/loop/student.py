@@ -231,7 +231,7 @@ def evaluate(
         sums[name][0], sums[name][1] = sums[name][0] + float(total), sums[name][1] + count
 
     def micro_stats(batch: RolloutBatch) -> Iterator[tuple[RolloutBatch, Stats]]:
-        (micros,) = batch.minibatches(1, cfg.micro_batch_tokens, student.packed)
+        (micros,) = batch.minibatches(1, cfg.micro_batch_tokens, student.packs(batch))
         teacher.fill(micros, cfg.micro_batch_tokens)
         yield from memory.map_with_halving(micros, lambda micro: loss(student, micro, cfg, Counts())[1])
 

@@ -296,7 +296,7 @@ class LogProbs(nn.Module):
             ValueError: two passes over the same rows differ, or no way agrees with the plain pass.
         """
         model, prompts = self.model, torch.tensor(agreement.PROMPT_LENGTHS)
-        lengths = torch.tensor([len(row) for row in agreement.ROWS])
+        lengths, group = torch.tensor([len(row) for row in agreement.ROWS]), torch.tensor(agreement.GROUPS)
         parts = [(row[:n], row[n:]) for row, n in zip(agreement.ROWS, prompts.tolist(), strict=True)]
         prompt_ids, completion_ids = (
             pad_sequence([torch.tensor(part) for part in side], True, 0, padding_side=padding).to(model.device)
@@ -304,7 +304,7 @@ class LogProbs(nn.Module):
         )
 
         def states() -> torch.Tensor:
-            return self.states(prompt_ids, prompts, completion_ids, lengths - prompts)[0]
+            return self.states(prompt_ids, prompts, completion_ids, lengths - prompts, None, group)[0]
 
         with eval_mode(model), nullcontext() if self.adapters else merging.as_reference(model):
             plain = agreement.plain_states(model, agreement.ROWS)
@@ -362,7 +362,7 @@ def fill(
     micros = list(micros)
     sharded = any(isinstance(p, DTensor) for p in policies[0].parameters())  # ranks must run equally many passes
     limit = 0 if sharded else FORWARD_FACTOR * micro_batch_tokens
-    if limit and not policies[0].packs(max(int((micro.prompt_lengths + micro.lengths).max()) for micro in micros)):
+    if limit and not policies[0].packs(max(micro.longest for micro in micros)):
         limit = 0
     queues: list[list[_ForwardPass]] = []
     for number, (model, where) in enumerate(zip(policies, devices, strict=True)):

@@ -624,6 +624,42 @@ def test_minibatches_hold_every_row_once(num_minibatches, micro_batch_tokens, pa
             assert size_of(more, packed) > micro_batch_tokens
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("micro_batch_tokens", [1, 12, 20, 1000])
+@pytest.mark.parametrize("num_minibatches", [1, 2, 3])
+def test_groups_stand_together_where_a_prompt_is_computed_once(num_minibatches, micro_batch_tokens, num_replicas):
+    lengths = [3, 1, 5, 2, 2, 9, 1, 4, 7, 3, 6, 5]
+    batch = make_batch(lengths, group_size=4, prompt_lengths=[6] * 4 + [1] * 4 + [3] * 4)
+    devices = (CPU,) * num_replicas if num_replicas > 1 else ()
+    cut = batch.minibatches(num_minibatches, micro_batch_tokens, True, devices=devices)
+    for k, minibatch in enumerate(cut):
+        rows = [row for micro in minibatch for row in micro.rows.tolist()]
+        assert sorted(rows) == list(range(k, 12, num_minibatches))  # as without groups
+        for micro in minibatch:
+            groups = [group for group, _ in itertools.groupby(micro.group.tolist())]
+            assert len(groups) == len(set(groups)) and micro.group.tolist() == [row // 4 for row in micro.rows.tolist()]
+            assert micro.size == sum(6 - 5 * (g == 1) - 3 * (g == 2) for g in groups) + sum(micro.lengths.tolist())
+            assert len(micro) == 1 or micro.size <= micro_batch_tokens
+        for number in range(num_replicas):
+            own = [micro for micro in minibatch if micro.replica in (number, None)]
+            assert own
+            for micro, following in itertools.pairwise(own):  # none is smaller than it must be
+                assert batch.select(torch.cat([micro.rows, following.rows[:1]])).size > micro_batch_tokens
+    if micro_batch_tokens == 1000 and num_replicas == 1:
+        assert [micro.size for (micro,) in cut] == [
+            10 + sum(lengths[k::num_minibatches]) for k in range(num_minibatches)
+        ]
+
+
+def test_rows_that_take_the_place_of_others_are_groups_of_their_own():
+    batch, other = make_batch([3, 1, 5, 2], group_size=2), make_batch([2, 4], group_size=2)
+    assert batch.put(torch.tensor([2, 3]), other).group.tolist() == [0, 0, 2, 2]
+    saved = batch.state_dict()
+    assert RolloutBatch.from_state_dict(saved).group.tolist() == [0, 0, 1, 1]
+    del saved["group"]  # a checkpoint of an earlier version
+    assert RolloutBatch.from_state_dict(saved).group.tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(("rows", "expected"), [(8, [[0, 1, 2, 3], [4, 5, 6, 7]]), (5, [[0, 1, 2], [3, 4]])])
 def test_minibatches_that_are_blocks_hold_neighbouring_rows(rows, expected):
     minibatches = make_batch([1 + (3 * i) % 7 for i in range(rows)]).minibatches(2, 12, True, in_turn=False)

@@ -400,10 +400,12 @@ def in_rounds(queues: Sequence[Sequence[Any]]) -> list[tuple[int, Any]]:
 
 def _shares(sizes: Sizes, rows: list[int], num_shares: int) -> list[list[int]]:
     """Deals rows into shares of about as many tokens: whole groups, if that is even enough, or parts of them."""
-    by_group = [[row for row in rows if sizes.groups[row] == group] for group in dict.fromkeys(sizes.groups)]
-    longest, most = max(map(sizes.of, rows)), max(map(len, by_group))
+    by_group: dict[int, list[int]] = {}
+    for row in rows:
+        by_group.setdefault(sizes.groups[row], []).append(row)
+    longest, most = max(map(sizes.of, rows), default=0), max(map(len, by_group.values()), default=1)
     for k in range(1 if sizes.packed else most, most + 1):
-        pieces = [group[i::k] for group in by_group for i in range(min(k, len(group)))]
+        pieces = [group[i::k] for group in by_group.values() for i in range(min(k, len(group)))]
         costs = [sum(sizes.added(row, piece[:i]) for i, row in enumerate(piece)) for piece in pieces]
         shares = deal(costs, num_shares)
         totals = [sum(costs[i] for i in share) for share in shares]

@@ -362,7 +362,7 @@ def fill(
     micros = list(micros)
     sharded = any(isinstance(p, DTensor) for p in policies[0].parameters())  # ranks must run equally many passes
     limit = 0 if sharded else FORWARD_FACTOR * micro_batch_tokens
-    if limit and not policies[0].packs(max(micro.longest for micro in micros)):
+    if not policies[0].packs(max((micro.longest for micro in micros), default=0) if limit else 0):
         limit = 0
     queues: list[list[_ForwardPass]] = []
     for number, (model, where) in enumerate(zip(policies, devices, strict=True)):

@@ -696,13 +696,14 @@ def test_packed_bf16_on_a_gpu_is_no_further_from_fp32_than_padded(model_folders,
 @gpu
 def test_the_host_waits_once_in_a_forward_pass(model_folders, cuda):
     _, model = models.load_policy(str(model_folders["qwen2"]), cuda, "bf16")
-    policy, batch = LogProbs(model, 1.0), as_batch(*(x.to(cuda) for x in pack(PROMPTS, COMPLETIONS).tokens))
-    policy(*batch.tokens)
+    policy, tokens = LogProbs(model, 1.0), [x.to(cuda) for x in pack(OF_GROUPS, SEVEN).tokens]
+    tokens += [None, torch.tensor(GROUPS)]
+    policy(*tokens)
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            policy(*batch.tokens)
+            policy(*tokens)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len([w for w in caught if "synchronizing" in str(w.message)]) == 1

@@ -379,7 +379,7 @@ def fill(
     found, filled = [], {}
     for forward in passes:
         found += forward.values()
-        if found[-1].values.dim() > 2:  # hidden states of a teacher are too large to be held back
+        if found[-1][1].dim() > 2:  # hidden states of a teacher are too large to be held back
             _write(found, filled)
             found = []
     _write(found, filled)
@@ -416,15 +416,16 @@ class _ForwardPass:
     exact: bool  # compute as the update does
     can_split: bool  # retry in smaller parts if memory runs out
 
-    def values(self) -> list["_Values"]:
-        """Output of the policy; in parts if memory runs out."""
+    def values(self) -> list[tuple["_ForwardPass", torch.Tensor]]:
+        """Output of the policy, [m, C, ...]; that of parts if memory runs out."""
         rows = len(self.rows)
         if rows <= getattr(self.policy, "most_rows", math.inf):  # set after a failure
             with memory.catch_out_of_memory() as failure:
-                return [_Values(self.micros, self.rows, self._forward())]
+                return [(self, self._forward())]
             memory.empty_cache()
             if rows == 1 or not self.can_split:
-                what = f"a forward pass of {rows} sequences ({failure.message})"
+                tokens = sum(int(self.inputs[i][self.rows].sum()) for i in (1, 3))
+                what = f"a forward pass of {rows} sequences, {tokens} tokens ({failure.message})"
                 fewer = "" if rows == 1 else "lower micro_batch_tokens; or "
                 raise memory.FatalOutOfMemoryError(what, fewer + memory.REMEDIES)
             self.policy.most_rows = rows // 2
@@ -441,29 +442,18 @@ class _ForwardPass:
             return self.policy(*_select(self.inputs, self.rows))[0].detach()
 
 
-@dataclasses.dataclass
-class _Values:
-    """What a forward pass gave for some rows of micro-batches, [m, C, ...]."""
-
-    micros: list[Any]
-    rows: list[int]
-    values: torch.Tensor
-
-
-def _write(found: list[_Values], filled: dict[int, torch.Tensor]) -> None:
-    """Copies values to the rows of their micro-batches, by `id`, where those lie."""
-    for part in found:
-        place = {row: i for i, row in enumerate(part.rows)}
-        start = 0
-        for micro in part.micros:
-            own = [row for row in range(start, start + len(micro.prompt_ids)) if row in place]
+def _write(found: list[tuple[_ForwardPass, torch.Tensor]], filled: dict[int, torch.Tensor]) -> None:
+    """Copies values [m, C, ...] to tensors for their micro-batches, by `id`, where those lie."""
+    for forward, values in found:
+        nth, start = {row: n for n, row in enumerate(forward.rows)}, 0
+        for micro in forward.micros:
+            (m, C), there = micro.completion_ids.shape, micro.prompt_ids.device
+            own = [row for row in range(start, start + m) if row in nth]
             if own:
-                values = part.values[torch.tensor([place[row] for row in own])].to(micro.prompt_ids.device)
-                values = values[:, : micro.completion_ids.shape[1]]
-                if id(micro) not in filled:
-                    filled[id(micro)] = values.new_zeros(*micro.completion_ids.shape, *values.shape[2:])
-                filled[id(micro)][torch.tensor(own) - start, : values.shape[1]] = values
-            start += len(micro.prompt_ids)
+                part = values[torch.tensor([nth[row] for row in own])][:, :C].to(there)
+                out = filled.setdefault(id(micro), part.new_zeros(m, C, *part.shape[2:]))
+                out[torch.tensor(own) - start, : part.shape[1]] = part
+            start += m
 
 
 def _select(inputs: list[torch.Tensor | Images | None], rows: list[int]) -> list[torch.Tensor | Images | None]:

@@ -451,8 +451,9 @@ def _write(found: list[tuple[_ForwardPass, torch.Tensor]], filled: dict[int, tor
             own = [row for row in range(start, start + m) if row in nth]
             if own:
                 part = values[torch.tensor([nth[row] for row in own])][:, :C].to(there)
-                out = filled.setdefault(id(micro), part.new_zeros(m, C, *part.shape[2:]))
-                out[torch.tensor(own) - start, : part.shape[1]] = part
+                if id(micro) not in filled:
+                    filled[id(micro)] = part.new_zeros(m, C, *part.shape[2:])
+                filled[id(micro)][torch.tensor(own) - start, : part.shape[1]] = part
             start += m
 
 

@@ -386,7 +386,8 @@ def micro(rows: int, **fields) -> RolloutBatch:
     return RolloutBatch(
         prompt_ids=ids, completion_ids=ids + 1, completion_mask=ids >= 0, rollout_logps=-torch.rand(rows, 3),
         prompt_lengths=torch.full((rows,), 3), lengths=torch.full((rows,), 3),
-        truncated=torch.zeros(rows).bool(), trained=torch.ones(rows).bool(), rows=torch.arange(rows), **fields,
+        truncated=torch.zeros(rows).bool(), trained=torch.ones(rows).bool(), rows=torch.arange(rows),
+        group=torch.arange(rows), **fields,
     )  # fmt: skip
 
 

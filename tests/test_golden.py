@@ -245,7 +245,7 @@ def other_index(module) -> None:
     def minibatches(*arguments, **options):
         cut = real(*arguments, **options)
         first = next(micro for micro in cut[0] if len(micro.rows) > 1)
-        first.rows = first.rows.roll(1)  # one row gets the advantage of the next
+        first.rows = first.rows.flip(0)  # rows get the advantages of others
         return cut
 
     batches.RolloutBatch.minibatches = minibatches

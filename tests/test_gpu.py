@@ -143,7 +143,7 @@ def test_the_gpu_samples_what_the_cpu_samples_with_its_log_probabilities(cuda, k
     assert_log_probs(on_gpu, batch)
     for micro in micro_batches(on_cpu):
         expected = logprobs.LogProbs(on_cpu, 1.0)(*micro.tokens)  # and entropies
-        actual = logprobs.LogProbs(on_gpu, 1.0)(*(t.to(cuda) for t in micro.tokens))
+        actual = logprobs.LogProbs(on_gpu, 1.0)(*micro.to(cuda).tokens)
         for one, other in zip(actual, expected, strict=True):
             assert_rounded(one.cpu(), other, TERMS)
 

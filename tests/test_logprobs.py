@@ -11,6 +11,7 @@ import pytest
 import torch
 from bounds import assert_rounded, rounding
 from conftest import build_model, tiny_model
+from test_attention import varlen
 from test_rollout import flags, make_sampler, traces
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -151,6 +152,80 @@ def test_sliding_windows_shorter_than_a_sequence_are_not_packed(window, packed):
     assert policy.packed and shapes == [1 if packed else 4]
     for i, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
         assert_same(logps[i, : len(completion)], naive(model, prompt, completion, 1.0)[0])
+
+
+# Rows of three prompts, of one token too, in any order; one completion is empty, one prompt has a single row.
+GROUPS = [4, 0, 4, 7, 0, 4, 7]
+OF_GROUPS = [{4: PROMPTS[0], 0: PROMPTS[1], 7: PROMPTS[3]}[number] for number in GROUPS]
+SEVEN = [*COMPLETIONS, [], [41, 3], [42] * 6]
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4, 5, 6], [4, 1], [6, 2, 0], [3]], ids=str)
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+def test_a_prompt_that_rows_share_is_computed_once(policies, family, rows):
+    model, policy, shapes = policies[family], LogProbs(policies[family], 0.7, train_entropy=True), []
+    batch, results = pack([OF_GROUPS[i] for i in rows], [SEVEN[i] for i in rows], right=1), []
+    groups, tokens = [GROUPS[i] for i in rows], sum(len(SEVEN[i]) for i in rows)
+    prompts = sum(len(prompt) for prompt in {tuple(OF_GROUPS[i]) for i in rows})
+    with model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    ):
+        for group in (None, torch.tensor(groups)):
+            logps, entropy = policy(*batch.tokens, None, group)
+            w = weights(logps.shape)
+            results.append((logps.detach(), entropy.detach(), gradients(model, ((logps + 3 * entropy) * w).sum())))
+    assert shapes == [(1, sum(len(OF_GROUPS[i]) for i in rows) + tokens), (1, prompts + tokens)]
+    (logps, entropy, of_weights), (shared_logps, shared_entropy, found) = results
+    assert_same(shared_logps, logps)
+    assert_same(shared_entropy, entropy)
+    assert_same_gradients(found, of_weights)
+    policy.packed = False  # as beyond a sliding window
+    padded, _ = policy(*batch.tokens, None, torch.tensor(groups))
+    assert_same(padded, logps)
+
+
+def test_a_group_of_several_prompts_is_refused(policies):
+    policy = LogProbs(policies["qwen2"], 1.0)
+    with pytest.raises(ValueError, match=r"groups \[0, 1, 1, 2\] .* \[4, 9, 3, 1\] tokens: .* another number"):
+        policy(*pack(PROMPTS, COMPLETIONS).tokens, None, torch.tensor([0, 1, 1, 2]))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_adapters_and_checkpoints_see_a_shared_prompt_as_all_weights_do(model_folders, checkpointing):
+    folder = str(model_folders["qwen2"])
+    _, model = models.load_policy(folder, CPU, "fp32", checkpointing, lora.Options(4, 8.0))
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    policy, batch, results = LogProbs(model, 0.7), pack(OF_GROUPS, SEVEN), []
+    for group in (None, torch.tensor(GROUPS)):
+        logps, _ = policy(*batch.tokens, None, group)
+        results.append((logps.detach(), gradients(model, (logps * weights(logps.shape)).sum())))
+    assert_same(results[1][0], results[0][0])
+    assert_same_gradients(results[1][1], results[0][1])
+    assert all("lora" in name and gradient.any() for name, gradient in results[1][1].items())
+
+
+@pytest.mark.parametrize(("limit", "sizes"), [(0, [18, 14, 20]), (100, [35]), (5, [11, 16, 8])])
+def test_fill_shares_prompts_over_micro_batches(policies, limit, sizes):
+    policy, tokens = LogProbs(policies["qwen2"], 1.0), []
+    lengths = [len(completion) for completion in SEVEN]
+    whole, _ = policy(*pack(OF_GROUPS, SEVEN).tokens)
+    micros, cut = [], [[1, 0], [6, 5, 3], [4, 2]]
+    for rows in cut:
+        micro = pack([OF_GROUPS[i] for i in rows], [SEVEN[i] for i in rows])
+        micro.group, micro.lengths = torch.tensor([GROUPS[i] for i in rows]), torch.tensor([lengths[i] for i in rows])
+        micro.prompt_lengths = torch.tensor([len(OF_GROUPS[i]) for i in rows])
+        micro.tokens = micro.prompt_ids, micro.prompt_lengths, micro.completion_ids, micro.lengths, None, micro.group
+        micro.longest = int((micro.prompt_lengths + micro.lengths).max())
+        micros.append(micro)
+    with policy.model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: tokens.append(kwargs["input_ids"].numel()), with_kwargs=True
+    ):
+        logprobs.fill(micros, "old_logps", policy, CPU, limit)
+    assert tokens == sizes
+    for rows, micro in zip(cut, micros, strict=True):
+        assert_same(micro.old_logps, whole[rows][:, : micro.completion_ids.shape[1]])
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -390,22 +465,14 @@ def test_fill_writes_rows_and_makes_gradients_only_where_the_update_is_compiled(
     assert torch.is_grad_enabled() and all(p.grad is None for p in model.parameters())
 
 
-class MaskedAttention(attention.Packed):
-    """Packed attention in tensors only, as on a GPU, where the host's list of lengths is not looked at."""
-
-    def attend(self, module, query, key, value, scaling):
-        N = query.shape[2]
-        row_N = torch.searchsorted(self.offsets, torch.arange(N, dtype=torch.int32), right=True)
-        mask_NN = (row_N[:, None] == row_N) & torch.ones(N, N, dtype=torch.bool).tril()
-        mask_NN &= torch.arange(N) < torch.arange(N)[:, None] + self.longest  # a number that changes
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask_NN, scale=scaling, enable_gqa=True)
-        return out.transpose(1, 2)
-
-
 @pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.parity)])
 def test_blocks_and_head_are_compiled_once(model_folders, monkeypatch, checkpointing):
     _, model = models.load_policy(str(model_folders["qwen2"]), CPU, "fp32", gradient_checkpointing=checkpointing)
     policy, batches = LogProbs(model, 0.7), [random_batch(*size) for size in ((3, 5, 9), (4, 9, 12), (1, 30, 40))]
+    groups = [GROUPS, [n for n in GROUPS for _ in range(2)], [0] * 3]  # another variant of the blocks
+    for one, prompts in zip(groups, (OF_GROUPS, [x for x in OF_GROUPS for _ in range(2)], [[8] * 20] * 3), strict=True):
+        batches.append(pack(prompts, (SEVEN * 2)[: len(prompts)]))
+        batches[-1].tokens += (None, torch.tensor(one))
     expected = []
     for batch in batches:
         logps, _ = policy(*batch.tokens)
@@ -418,7 +485,8 @@ def test_blocks_and_head_are_compiled_once(model_folders, monkeypatch, checkpoin
 
     torch._dynamo.reset()
     monkeypatch.setattr(head, "CHUNK_TOKENS", 16)  # one chunk for some of the batches, several for others
-    monkeypatch.setattr(attention, "Packed", MaskedAttention)
+    monkeypatch.setattr(attention, "on_flash", lambda x: True)  # the host's lists of lengths are not looked at
+    monkeypatch.setattr(attention, "varlen_attn", varlen)
     kernels = {f: torch.compile(f, dynamic=True, backend=backend) for f in (head._stats, head._logit_gradient)}
     monkeypatch.setattr(head, "kernel", lambda function, compile: kernels[function] if compile else function)
     for block in model.model.layers:
@@ -432,7 +500,7 @@ def test_blocks_and_head_are_compiled_once(model_folders, monkeypatch, checkpoin
         assert torch.equal(compiled_logps, batch.old_logps)
         assert_same(compiled_logps, logps)
         assert_same_gradients(gradients(model, compiled_logps.sum()), found)
-        assert len(graphs) == 3  # one for all blocks, two for the head
+        assert len(graphs) == 3 + (len(batch.tokens) > 4)  # one for all blocks, two for the head; shared prompts
     torch._dynamo.reset()
 
 
@@ -605,29 +673,37 @@ def test_packed_bf16_on_a_gpu_is_no_further_from_fp32_than_padded(model_folders,
     padded.packed = False
     assert policy.packed and policy.compiled == compile
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    for seed, size in enumerate([(3, 5, 9), (6, 20, 30), (1, 30, 20), (9, 3, 40)]):
-        batch, results = random_batch(*size, seed=seed), []
+    sizes = [(3, 5, 9), (6, 20, 30), (1, 30, 20), (9, 3, 40)]
+    batches = [random_batch(*size, seed=seed) for seed, size in enumerate(sizes)]
+    for prompts, completions, groups in ((OF_GROUPS, SEVEN, GROUPS), ([[8] * 40] * 7, SEVEN, [0] * 7)):
+        batches.append(pack(prompts, completions))
+        batches[-1].tokens += (None, torch.tensor(groups))
+    for batch in batches:
+        results = []
         for one in (exact, padded, policy):
-            logps, _ = one(*(x.to(one.model.device) for x in batch.tokens))
+            *tokens, group = (*batch.tokens, None, None)[:6]
+            tokens = [x if x is None else x.to(one.model.device) for x in tokens]
+            logps, _ = one(*tokens, group if one is policy else None)
             found = gradients(one.model, (logps * weights(logps.shape).to(logps.device)).sum())
             results.append((logps.detach().cpu(), torch.cat([g.flatten().float().cpu() for g in found.values()])))
         logprobs.fill([batch], "old_logps", policy, cuda)
         assert torch.equal(batch.old_logps, results[2][0])  # the first ratio is exactly 1
         for expected, rough, ours in zip(*results, strict=True):
             assert (ours - expected).norm() <= 1.5 * (rough - expected).norm() + 1e-3 * expected.norm()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs == 3 * compile
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs == 4 * compile  # blocks with shared prompts
 
 
 @gpu
 def test_the_host_waits_once_in_a_forward_pass(model_folders, cuda):
     _, model = models.load_policy(str(model_folders["qwen2"]), cuda, "bf16")
-    policy, batch = LogProbs(model, 1.0), as_batch(*(x.to(cuda) for x in pack(PROMPTS, COMPLETIONS).tokens))
-    policy(*batch.tokens)
+    policy, tokens = LogProbs(model, 1.0), [x.to(cuda) for x in pack(OF_GROUPS, SEVEN).tokens]
+    tokens += [None, torch.tensor(GROUPS)]
+    policy(*tokens)
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            policy(*batch.tokens)
+            policy(*tokens)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len([w for w in caught if "synchronizing" in str(w.message)]) == 1

@@ -51,7 +51,8 @@ def limit(policy, tokens, backward=False) -> list[int]:
 
     def count(module, args):
         if torch.is_grad_enabled():
-            tried.append(int(args[1].sum() + args[3].sum()))
+            prompts = dict(zip(args[5].tolist(), args[1].tolist(), strict=True))  # computed once per group
+            tried.append(sum(prompts.values()) + int(args[3].sum()))
             if tried[-1] > tokens and not backward:
                 raise torch.OutOfMemoryError(FULL)
 
@@ -233,8 +234,9 @@ def test_halves_hold_all_rows_and_about_as_many_tokens(batch):
     batch = dataclasses.replace(batch, replica=3)
     one, other = batch.halves()
     assert torch.cat([one.rows, other.rows]).tolist() == list(range(12)) and one.replica == other.replica == 3
-    longest = int((batch.prompt_lengths + batch.lengths).max())
-    assert one.size + other.size == batch.size and abs(one.size - other.size) <= longest
+    sizes = [int((half.prompt_lengths + half.lengths).sum()) for half in (one, other)]
+    assert abs(sizes[0] - sizes[1]) <= int((batch.prompt_lengths + batch.lengths).max())
+    assert one.size + other.size - batch.size == int(one.prompt_lengths[-1])  # that of the group they divide
     assert torch.equal(other.advantages, batch.advantages[len(one) :])
     for pair in (batch.select(torch.tensor([0, 4])), batch.select(torch.tensor([8, 5]))):
         assert [len(half) for half in pair.halves()] == [1, 1]

@@ -34,6 +34,7 @@ def rollout(lengths, truncated=None) -> RolloutBatch:
         prompt_ids=ids, completion_ids=ids, completion_mask=mask, rollout_logps=torch.zeros(B, C),
         prompt_lengths=torch.full((B,), C), lengths=lengths,
         truncated=torch.tensor(truncated or [False] * B), trained=torch.ones(B).bool(), rows=torch.arange(B),
+        group=torch.arange(B),
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ EACH_WAY = pytest.mark.parametrize(
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15, 16, 17], [20]]
 NEVER = [999]  # an end token no model here can sample
 OPTIONS = dict(end_ids=NEVER, pad_id=0, max_new_tokens=12)
-ON_HOST = {"prompt_lengths", "lengths", "truncated", "trained", "rows"}
+ON_HOST = {"prompt_lengths", "lengths", "truncated", "trained", "rows", "group"}
 CPU, META = torch.device("cpu"), torch.device("meta")
 # What still rounds to fp32: five norms over 32 numbers each, and the logarithm of the sum. Log-probabilities reach -16
 NORMS = dict(terms=5 * (32 + 8), magnitude=16.0, dtype=torch.float32)
@@ -150,7 +150,7 @@ def make_batch(lengths, group_size=1, prompt_lengths=None) -> RolloutBatch:
         completion_ids=(places + torch.arange(C)) * mask, completion_mask=mask,
         rollout_logps=-0.5 * (places + torch.arange(C)) * mask, prompt_lengths=torch.tensor(prompt_lengths),
         lengths=torch.tensor(lengths), truncated=torch.zeros(B, dtype=torch.bool),
-        trained=torch.ones(B, dtype=torch.bool), rows=torch.arange(B),
+        trained=torch.ones(B, dtype=torch.bool), rows=torch.arange(B), group=torch.arange(B) // group_size,
     )  # fmt: skip
 
 
@@ -501,6 +501,7 @@ def test_prompts_and_completions_are_put_together():
     assert batch.lengths.tolist() == [3, 1, 4, 1] and batch.prompt_lengths.tolist() == [3, 3, 1, 1]
     assert batch.truncated.tolist() == [False, True, True, False]
     assert batch.trained.all() and batch.rows.tolist() == [0, 1, 2, 3] and len(batch) == 4
+    assert batch.group.tolist() == [0, 0, 1, 1] and batch.size == 4 + 9  # a prompt counts once
     assert {x.dtype for x in (batch.completion_mask, batch.truncated, batch.trained)} == {torch.bool}
     integers = batch.completion_ids, batch.prompt_ids, batch.lengths, batch.prompt_lengths, batch.rows
     assert {x.dtype for x in integers} == {torch.int64}
@@ -581,7 +582,7 @@ def test_drop_takes_rows_out_of_the_loss_only():
     assert batch.completion_mask.sum() == 4 and batch.trained.tolist() == [True, False]
     assert (batch.num_trained, batch.num_tokens) == (1, 4) and batch.lengths.tolist() == [4, 8]
     # what is computed stays the same, so that nothing is rounded in another way
-    assert all(map(torch.equal, batch.tokens, before.tokens))
+    assert all(own is other or torch.equal(own, other) for own, other in zip(batch.tokens, before.tokens, strict=True))
     cut, uncut = (one.minibatches(1, 12, True)[0] for one in (batch, before))
     assert [micro.rows.tolist() for micro in cut] == [micro.rows.tolist() for micro in uncut]
     batch.drop(torch.tensor([True, False]))  # what was dropped stays dropped
@@ -621,6 +622,42 @@ def test_minibatches_hold_every_row_once(num_minibatches, micro_batch_tokens, pa
         for micro, following in itertools.pairwise(minibatch):  # none is smaller than it must be
             more = batch.select(torch.cat([micro.rows, following.rows[:1]]))
             assert size_of(more, packed) > micro_batch_tokens
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("micro_batch_tokens", [1, 12, 20, 1000])
+@pytest.mark.parametrize("num_minibatches", [1, 2, 3])
+def test_groups_stand_together_where_a_prompt_is_computed_once(num_minibatches, micro_batch_tokens, num_replicas):
+    lengths = [3, 1, 5, 2, 2, 9, 1, 4, 7, 3, 6, 5]
+    batch = make_batch(lengths, group_size=4, prompt_lengths=[6] * 4 + [1] * 4 + [3] * 4)
+    devices = (CPU,) * num_replicas if num_replicas > 1 else ()
+    cut = batch.minibatches(num_minibatches, micro_batch_tokens, True, devices=devices)
+    for k, minibatch in enumerate(cut):
+        rows = [row for micro in minibatch for row in micro.rows.tolist()]
+        assert sorted(rows) == list(range(k, 12, num_minibatches))  # as without groups
+        for micro in minibatch:
+            groups = [group for group, _ in itertools.groupby(micro.group.tolist())]
+            assert len(groups) == len(set(groups)) and micro.group.tolist() == [row // 4 for row in micro.rows.tolist()]
+            assert micro.size == sum(6 - 5 * (g == 1) - 3 * (g == 2) for g in groups) + sum(micro.lengths.tolist())
+            assert len(micro) == 1 or micro.size <= micro_batch_tokens
+        for number in range(num_replicas):
+            own = [micro for micro in minibatch if micro.replica in (number, None)]
+            assert own
+            for micro, following in itertools.pairwise(own):  # none is smaller than it must be
+                assert batch.select(torch.cat([micro.rows, following.rows[:1]])).size > micro_batch_tokens
+    if micro_batch_tokens == 1000 and num_replicas == 1:
+        assert [micro.size for (micro,) in cut] == [
+            10 + sum(lengths[k::num_minibatches]) for k in range(num_minibatches)
+        ]
+
+
+def test_rows_that_take_the_place_of_others_are_groups_of_their_own():
+    batch, other = make_batch([3, 1, 5, 2], group_size=2), make_batch([2, 4], group_size=2)
+    assert batch.put(torch.tensor([2, 3]), other).group.tolist() == [0, 0, 2, 2]
+    saved = batch.state_dict()
+    assert RolloutBatch.from_state_dict(saved).group.tolist() == [0, 0, 1, 1]
+    del saved["group"]  # a checkpoint of an earlier version
+    assert RolloutBatch.from_state_dict(saved).group.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(8, [[0, 1, 2, 3], [4, 5, 6, 7]]), (5, [[0, 1, 2], [3, 4]])])

@@ -539,3 +539,14 @@ def test_show_prompt_prints_the_tokens_of_a_row_with_the_date_of_the_run(tmp_pat
     with pytest.raises(SystemExit):
         show_prompt.main([str(data), "run", "--row", "2"])
     assert "rows 0 to 1" in capsys.readouterr().err
+
+
+def test_shared_prompts_are_fewer_tokens(capsys):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["x", "--shape", "tiny", "--device", "cpu", "--prompts", "2", "--scale", "32"])
+        load_script("benchmark_shared_prompts").main()
+    rows = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()[1:]]
+    tokens = {(case, shared): int(size.replace(",", "")) for _, case, shared, size, *_ in rows}
+    for case, saved in (("128 + 256,            1", 2 * 7 * 4), ("1024 + 256,            4", 2 * 4 * 32)):
+        assert tokens[case, "False"] - tokens[case, "True"] == saved
+    assert len(rows) == 8 and all(float(cell) > 0 for row in rows for cell in row[4:])

@@ -34,6 +34,8 @@ class HiddenStates(LogProbs):
         prompt_mask: torch.Tensor,
         completion_ids: torch.Tensor,
         completion_mask: torch.Tensor,
+        images: None = None,
+        group: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor]:
         """The states that predict each completion token.
 
@@ -42,11 +44,13 @@ class HiddenStates(LogProbs):
             prompt_mask: [m, Q] bool, or lengths, as in `LogProbs.forward`.
             completion_ids: [m, C] int64, padded on the right.
             completion_mask: [m, C] bool, or lengths.
+            images: none; teachers read text.
+            group: [m] int64 on the CPU, as in `LogProbs.forward`.
 
         Returns:
             [m, C, Ht] in the dtype of the model, 0 where masked; in a tuple, as `logprobs.fill` takes it.
         """
-        hidden_NH, place = self.states(prompt_ids, prompt_mask, completion_ids, completion_mask)
+        hidden_NH, place = self.states(prompt_ids, prompt_mask, completion_ids, completion_mask, images, group)
         hidden_NH = scaled(self.model, hidden_NH)
         zeros_mCH = hidden_NH.new_zeros(*completion_ids.shape, hidden_NH.shape[-1])
         return (zeros_mCH.index_put(tuple(x.to(hidden_NH.device) for x in place), hidden_NH),)
@@ -89,6 +93,7 @@ class Divergences(LogProbs):
         completion_mask: torch.Tensor,
         weights: torch.Tensor,
         *teacher: torch.Tensor,
+        group: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Weighted sum of the divergences, and values to report.
 
@@ -99,11 +104,12 @@ class Divergences(LogProbs):
             completion_mask: [m, C] bool, or lengths.
             weights: [m, C] fp32, of each token in the loss: 1 / trained tokens, or 0.
             *teacher: `batches.TeacherOutput.tensors`: last hidden states, or a top k.
+            group: [m] int64 on the CPU, as in `LogProbs.forward`.
 
         Returns:
             The loss [1] fp32, and [m, C, 6] fp32 without gradient: VALUES, 0 where masked.
         """
-        hidden_NH, place = self.states(prompt_ids, prompt_mask, completion_ids, completion_mask)
+        hidden_NH, place = self.states(prompt_ids, prompt_mask, completion_ids, completion_mask, None, group)
         hidden_NH = scaled(self.model, hidden_NH)
         output, device = self.model.get_output_embeddings(), hidden_NH.device
         # `needs_input_grad` ignores no_grad, and gradients of the weights would be computed for nothing

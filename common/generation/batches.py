@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from common.generation import stopping
 from common.model.images import Images
+from common.model.packing import Sizes
 
 # fields that stay on the CPU, so that cutting a batch never syncs
-ON_HOST = ("prompt_lengths", "lengths", "truncated", "rows", "drafted", "trained", "replica")
+ON_HOST = ("prompt_lengths", "lengths", "truncated", "rows", "group", "drafted", "trained", "replica")
 TEACHER = "teacher_"  # prefix of `TeacherOutput` in a state dict
 
 
@@ -68,6 +69,7 @@ class Rollout:
         lengths: [B] int64, on the CPU: tokens sampled.
         truncated: [B] bool, on the CPU: cut off by the limit before an end token or stop string.
         rows: [B] int64, on the CPU: place of each sequence in the rollout; parts of a batch keep it.
+        group: [B] int64, on the CPU: rows with equal numbers have the same prompt; parts of a batch keep it.
         images: of the prompts, if the policy is given any.
         drafted: [B] int64, on the CPU: tokens that stood in a draft; None if there were no drafts.
     """
@@ -79,6 +81,7 @@ class Rollout:
     lengths: torch.Tensor
     truncated: torch.Tensor
     rows: torch.Tensor
+    group: torch.Tensor
     images: Images | None = None
     drafted: torch.Tensor | None = None
 
@@ -86,13 +89,12 @@ class Rollout:
         return len(self.prompt_ids)
 
     @property
-    def tokens(self) -> tuple[torch.Tensor | Images, ...]:
+    def tokens(self) -> tuple[torch.Tensor | Images | None, ...]:
         """The arguments of `LogProbs`; dropped rows are computed too, so that dropping changes no rounding.
 
         Lengths take the place of masks: they are known on the host, which then need not wait for the GPU.
         """
-        tokens = self.prompt_ids, self.prompt_lengths, self.completion_ids, self.lengths
-        return tokens if self.images is None else (*tokens, self.images)
+        return self.prompt_ids, self.prompt_lengths, self.completion_ids, self.lengths, self.images, self.group
 
     @property
     def prompts(self) -> list[torch.Tensor]:
@@ -112,8 +114,14 @@ class Rollout:
 
     @property
     def size(self) -> int:
-        """Prompt and completion tokens of all rows."""
-        return int((self.prompt_lengths + self.lengths).sum())
+        """Tokens of a forward pass that computes the prompt of each group once."""
+        prompts = dict(zip(self.group.tolist(), self.prompt_lengths.tolist(), strict=True))
+        return sum(prompts.values()) + int(self.lengths.sum())
+
+    @property
+    def longest(self) -> int:
+        """Most prompt and completion tokens of a row."""
+        return int((self.prompt_lengths + self.lengths).max())
 
     def texts(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = ()) -> list[str]:
         """Completions as text, without end and pad tokens; other special tokens, such as <think>, stay.
@@ -223,11 +231,13 @@ class RolloutBatch(Rollout):
 
         Args:
             rows: [b] int64, row numbers, on the CPU.
-            other: b rows.
+            other: b rows, of other prompts.
         """
         fields = {}
         for name, own in _fields(self).items():
             new = getattr(other, name)
+            if name == "group":
+                new = new + own.max() + 1
             if name in ("rows", "replica") or own is None:
                 fields[name] = own
                 continue
@@ -252,8 +262,10 @@ class RolloutBatch(Rollout):
         """The batch that `state_dict` saved.
 
         Args:
-            tensors: by name; the masks in files of earlier versions, which are no fields any more, are ignored.
+            tensors: by name; the masks in files of earlier versions, which are no fields any more, are ignored. Without
+                `group`, each row is one of its own.
         """
+        tensors = {"group": torch.arange(len(tensors["rows"]))} | tensors
         names = [field.name for field in dataclasses.fields(cls)]
         of_teacher = {k.removeprefix(TEACHER): v for k, v in tensors.items() if k.startswith(TEACHER)}
         teacher = TeacherOutput(**of_teacher) if of_teacher else None
@@ -271,12 +283,14 @@ class RolloutBatch(Rollout):
 
         Minibatch k holds the sequences k, k + num_minibatches, ...: with a group size that is a multiple of
         num_minibatches every step sees every prompt equally often, in one process or many. Inside a minibatch,
-        sequences of similar length stand together, so that little is computed for padding.
+        the sequences of a group stand together, so that little is computed for prompts; or where there is padding those
+        of similar length, so that little is computed for padding.
 
         Args:
             num_minibatches: optimizer steps.
             micro_batch_tokens: prompt and completion tokens in one forward pass, at most; a longer sequence is alone.
-            packed: padding is not computed, so it does not count.
+            packed: prompts are computed once per group and padding is not, so they count in that way; see
+                `LogProbs.packs`.
             in_turn: as described above; False: minibatch k holds the k-th part of the sequences, and so of the prompts:
                 the same in one process and many, also where groups are no multiple of num_minibatches.
             devices: of policy replicas, to which the sequences of every minibatch are dealt so that each has about as
@@ -285,14 +299,13 @@ class RolloutBatch(Rollout):
         Returns:
             Per minibatch, its micro-batches, those of the replicas in turn.
         """
-        lengths = self.prompt_lengths + self.lengths
+        sizes = Sizes(self.prompt_lengths.tolist(), self.lengths.tolist(), self.group.tolist(), packed)
         cut = []
         blocks = torch.arange(len(self)).tensor_split(num_minibatches)
         for k in range(num_minibatches):
             rows = torch.arange(k, len(self), num_minibatches) if in_turn else blocks[k]
-            rows = rows[lengths[rows].argsort(stable=True, descending=True)]
-            shares = [rows[share].tolist() for share in deal(lengths[rows].tolist(), max(1, len(devices)))]
-            parts = [_parts(share, lengths.tolist(), micro_batch_tokens, packed) for share in shares]
+            shares = _shares(sizes, rows.tolist(), max(1, len(devices)))
+            parts = [sizes.parts(share, micro_batch_tokens) for share in shares]
             cut.append([])
             for number, part in in_rounds(parts):
                 micro = self.select(torch.tensor(part))
@@ -346,6 +359,7 @@ def assemble(
         lengths=lengths,
         truncated=truncated if stopped_B is None else truncated & ~stopped_B,
         rows=torch.arange(len(lengths)),
+        group=torch.arange(len(prompts)).repeat_interleave(group_size),
         images=None if images is None else images.repeat(group_size),
         trained=torch.ones(len(lengths), dtype=torch.bool),
         completion_mask=sampled_BC[:, :width],
@@ -386,14 +400,17 @@ def in_rounds(queues: Sequence[Sequence[Any]]) -> list[tuple[int, Any]]:
     return [(number, queue[k]) for k in range(longest) for number, queue in enumerate(queues) if k < len(queue)]
 
 
-def _parts(rows: list[int], lengths: list[int], micro_batch_tokens: int, packed: bool) -> list[list[int]]:
-    """Cuts rows, the longest first, into micro-batches."""
-    parts: list[list[int]] = []
-    size = micro_batch_tokens
+def _shares(sizes: Sizes, rows: list[int], num_shares: int) -> list[list[int]]:
+    """Deals rows into shares of about as many tokens: whole groups, if that is even enough, or parts of them."""
+    by_group: dict[int, list[int]] = {}
     for row in rows:
-        size += lengths[row] if packed or not parts else lengths[parts[-1][0]]  # its first row is its longest
-        if size > micro_batch_tokens:
-            parts.append([])
-            size = lengths[row]
-        parts[-1].append(row)
-    return parts
+        by_group.setdefault(sizes.groups[row], []).append(row)
+    longest, most = max(map(sizes.of, rows), default=0), max(map(len, by_group.values()), default=1)
+    for k in range(1 if sizes.packed else most, most + 1):
+        pieces = [group[i::k] for group in by_group.values() for i in range(min(k, len(group)))]
+        costs = [sum(sizes.added(row, piece[:i]) for i, row in enumerate(piece)) for piece in pieces]
+        shares = deal(costs, num_shares)
+        totals = [sum(costs[i] for i in share) for share in shares]
+        if max(totals) - min(totals) <= longest:
+            break
+    return [[row for i in share for row in pieces[i]] for share in shares]

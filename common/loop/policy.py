@@ -88,10 +88,13 @@ class Policy:
             self.whole = sharding.shard(self.wrapped[0], self.home)
             self.samplers = [self.whole]
 
-    @property
-    def packed(self) -> bool:
-        """Whether the forward pass packs sequences without padding."""
-        return self.wrapped[0].packed
+    def packs(self, batch: RolloutBatch) -> bool:
+        """Whether the forward pass packs the sequences of a batch without padding.
+
+        Args:
+            batch: all sequences of a step.
+        """
+        return self.wrapped[0].packs(batch.longest)
 
     def __call__(self, micro: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies of a micro-batch, on the replica that it was dealt to.

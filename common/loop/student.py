@@ -61,7 +61,8 @@ class Student(Policy):
         Returns:
             The weighted sum over tokens, and per-token metrics [m, C] by name.
         """
-        loss, values_mCR = self.wrapped[micro.replica or 0](*micro.tokens, weights_mC, *micro.teacher.tensors)
+        student, inputs = self.wrapped[micro.replica or 0], (*micro.tokens[:4], weights_mC, *micro.teacher.tensors)
+        loss, values_mCR = student(*inputs, group=micro.group)
         return loss.squeeze(0), dict(zip(distillation.VALUES, values_mCR.unbind(-1), strict=True))
 
 
@@ -231,7 +232,7 @@ def evaluate(
         sums[name][0], sums[name][1] = sums[name][0] + float(total), sums[name][1] + count
 
     def micro_stats(batch: RolloutBatch) -> Iterator[tuple[RolloutBatch, Stats]]:
-        (micros,) = batch.minibatches(1, tokens, student.packed)
+        (micros,) = batch.minibatches(1, tokens, student.packs(batch))
         teacher.fill(micros, tokens)
         yield from memory.map_with_halving(micros, lambda micro: loss(student, micro, cfg, Counts())[1])
 

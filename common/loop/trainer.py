@@ -96,8 +96,9 @@ class Trainer:
             Micro-batches by minibatch, dealt to the replicas.
         """
         devices = self.policy.devices if len(self.policy.devices) > 1 else ()
+        packed = self.policy.packs(batch)
         minibatches = batch.minibatches(
-            self.cfg.num_minibatches, self.micro_batch_tokens, self.policy.packed, in_turn=in_turn, devices=devices
+            self.cfg.num_minibatches, self.micro_batch_tokens, packed, in_turn=in_turn, devices=devices
         )
         if self.policy.sharded:
             sharding.pad_micro_batches(minibatches)

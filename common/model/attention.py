@@ -2,7 +2,8 @@
 
 `install` makes it the attention of a model. Ordinary calls still run transformers' own SDPA
 attention with its masks. A call with `rl=...` takes another `AttentionPath`: `Packed`, for training
-on sequences without padding, or a key-value cache of common/generation/cache.py, for decoding.
+on sequences without padding, `Shared`, if some begin with the same prompt, or a key-value cache of
+common/generation/cache.py, for decoding.
 
 Hybrid models mix attention with layers that keep a state per sequence: linear attention, state
 spaces, convolutions. Such layers read padded rows (`Padded`), and carry their states in a cache of
@@ -13,6 +14,7 @@ heads of size D.
 """
 
 import dataclasses
+import itertools
 from typing import Any, Protocol
 
 import torch
@@ -141,6 +143,62 @@ class Packed:
             return varlen_attn(q, k, v, *ends, scale=scaling, window_size=(-1, 0), **GQA).unsqueeze(0)
         parts = zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), strict=True)
         out = [F.scaled_dot_product_attention(*qkv, is_causal=True, scale=scaling, enable_gqa=True) for qkv in parts]
+        return torch.cat(out, dim=2).transpose(1, 2)
+
+
+@dataclasses.dataclass
+class Shared(Packed):
+    """Packed attention in which sequences share keys: a prompt stands in the first sequence of its group alone.
+
+    `lengths` and `offsets` are those of the queries, K keys are read. Sequences without queries are left out.
+
+    Attributes:
+        places: [K] int64, where each key of each sequence stands in the row, on the device of the model.
+        key_lengths: keys of each sequence, on the host.
+        key_offsets: [m + 1] int32, as `offsets`.
+
+    Source: Prefix Grouper, arXiv 2506.05433.
+    """
+
+    places: torch.Tensor
+    key_lengths: list[int]
+    key_offsets: torch.Tensor
+
+    @classmethod
+    def of(cls, lengths: list[int], device: torch.device, heads: list[int], shared: list[int]) -> "Shared":
+        """Attention for sequences that begin with tokens of others.
+
+        Args:
+            lengths: tokens of each sequence that stand in the row.
+            device: of the model.
+            heads: where the row has the first token of each sequence.
+            shared: tokens of each sequence that stand there, before its own; 0: all are its own.
+        """
+        starts = itertools.accumulate(lengths, initial=0)
+        parts = [x for x in zip(lengths, starts, heads, shared, strict=False) if x[0]]
+        places = [range_ for n, start, head, k in parts for range_ in ((head, head + k), (start, start + n))]
+        places = torch.cat([torch.arange(*x) for x in places])
+        own, keys = (Packed.of([x[0] + read * x[3] for x in parts], device) for read in (False, True))
+        longest = keys.longest  # of queries too: an upper bound that changes seldom
+        return cls(own.lengths, own.offsets, longest, places.to(device, non_blocking=True), keys.lengths, keys.offsets)
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """See `AttentionPath.attend`; m = 1 and T = N."""
+        wide = torch.promote_types(query.dtype, torch.float32)  # in which the gradients of a shared key are summed
+        key, value = (x[0].transpose(0, 1).to(wide).index_select(0, self.places).to(x.dtype) for x in (key, value))
+        if on_flash(query):  # its causal mask ends at the last key, however many queries there are
+            q = query[0].transpose(0, 1).contiguous()
+            ends = self.offsets, self.key_offsets, self.longest, self.longest
+            return varlen_attn(q, key, value, *ends, scale=scaling, window_size=(-1, 0), **GQA).unsqueeze(0)
+        keys, values = (x.transpose(0, 1)[None].split(self.key_lengths, dim=2) for x in (key, value))
+        out = []
+        for q, k, v in zip(query.split(self.lengths, dim=2), keys, values, strict=True):
+            own, read = q.shape[2], k.shape[2]
+            mask = None if own == read else torch.ones(own, read, dtype=torch.bool, device=q.device).tril(read - own)
+            how = dict(attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True)
+            out.append(F.scaled_dot_product_attention(q, k, v, **how))
         return torch.cat(out, dim=2).transpose(1, 2)
 
 

@@ -355,7 +355,12 @@ class Images:
         self.outputs.clear()
 
     def inputs(
-        self, model: nn.Module, ids: torch.Tensor, rows: torch.Tensor, place: torch.Tensor
+        self,
+        model: nn.Module,
+        ids: torch.Tensor,
+        rows: torch.Tensor,
+        place: torch.Tensor,
+        first: Sequence[int] | None = None,
     ) -> dict[str, torch.Tensor | list[torch.Tensor]]:
         """Keyword arguments for a decoder call on prompts, or on prompts and completions.
 
@@ -364,8 +369,9 @@ class Images:
         Args:
             model: the policy.
             ids: [m, T] int64, or the same tokens in another shape, such as [1, M].
-            rows: row number of each token, of a shape that broadcasts to that of `ids`; ascending.
+            rows: row number of each token, of a shape that broadcasts to that of `ids`.
             place: position of each token in its row, of such a shape too; negative: padding.
+            first: the rows whose prompts are among the tokens, in their order; None: all, ascending.
         """
         device = ids.device
         used = self.prompts.tolist()
@@ -378,7 +384,8 @@ class Images:
         position_ids = torch.where(in_prompt, torch.stack(where), place - lengths[rows] + ends[rows])
         kwargs = {"position_ids": position_ids.clamp(min=0)}
         embeddings = model.get_input_embeddings()(ids)
-        features_NDH = torch.cat([self.features[p] for p in used]).to(embeddings.dtype)
+        seen = used if first is None else [used[i] for i in first]
+        features_NDH = torch.cat([self.features[p] for p in seen]).to(embeddings.dtype)
         is_image = is_image.bool() & in_prompt & (place >= 0)
         if len(features_NDH):
             embeddings = embeddings.masked_scatter(is_image[..., None], features_NDH[:, 0])

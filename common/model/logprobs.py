@@ -21,6 +21,7 @@ from common.model import agreement, attention, merging
 from common.model.head import scale_of, token_logps, vocabulary_logits
 from common.model.images import Images, join
 from common.model.modes import eval_mode
+from common.model.packing import Sizes, pack
 
 FORWARD_FACTOR = 4  # a forward pass without gradients takes this many times the tokens of a micro-batch
 
@@ -144,6 +145,14 @@ class LogProbs(nn.Module):
         name = "packed rows" if self.packed else "rows alone" if self.alone else "padded rows"
         return f"{name}, not finite" if math.isnan(self.error) else f"{name}, repeatable, {self.error:.1g} from it"
 
+    def packs(self, longest: int) -> bool:
+        """Whether rows are packed, if the longest has so many tokens: rows beyond a sliding window are padded.
+
+        Args:
+            longest: prompt and completion tokens of a row.
+        """
+        return self.packed and longest <= self.window
+
     def forward(
         self,
         prompt_ids: torch.Tensor,
@@ -151,6 +160,7 @@ class LogProbs(nn.Module):
         completion_ids: torch.Tensor,
         completion_mask: torch.Tensor,
         images: Images | None = None,
+        group: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability and entropy of every completion token.
 
@@ -162,11 +172,13 @@ class LogProbs(nn.Module):
             completion_mask: [m, C] bool, the tokens of each completion, end token included; or [m],
                 the lengths, as above. A completion may be empty.
             images: of the m prompts, if the policy reads images.
+            group: [m] int64 on the CPU: rows with equal numbers have the same prompt, which packed rows compute once.
+                None: each is computed.
 
         Returns:
             Log-probabilities [m, C] and entropies [m, C], fp32, nats, 0 where masked.
         """
-        hidden_NH, index = self.states(prompt_ids, prompt_mask, completion_ids, completion_mask, images)
+        hidden_NH, index = self.states(prompt_ids, prompt_mask, completion_ids, completion_mask, images, group)
         device = completion_ids.device
         head_device = self.model.get_output_embeddings().weight.device  # another one if the model is spread over GPUs
         suppressed = None if self.suppressed_ids is None else self.suppressed_ids.to(head_device)
@@ -183,6 +195,7 @@ class LogProbs(nn.Module):
         completion_ids: torch.Tensor,
         completion_mask: torch.Tensor,
         images: Images | None = None,
+        group: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """The hidden states that predict the completion tokens, from the last decoder layer.
 
@@ -192,17 +205,19 @@ class LogProbs(nn.Module):
             completion_ids: as in `forward`.
             completion_mask: as in `forward`.
             images: as in `forward`.
+            group: as in `forward`.
 
         Returns:
             [N, H], and the row and column of each of the N tokens, both [N] int64.
 
         Raises:
-            ValueError: the images belong to other prompts, or a sequence is longer than the learned
-                positions.
+            ValueError: the images belong to other prompts, rows of one group have prompts of several lengths, or a
+                sequence is longer than the learned positions.
         """
         (m, Q), device = prompt_ids.shape, prompt_ids.device
         prompt_m, completion_m = (x if x.dim() == 1 else x.sum(1) for x in (prompt_mask, completion_mask))  # lengths
-        lengths, completions = torch.stack([prompt_m + completion_m, completion_m]).tolist()
+        prompts, completions = torch.stack([prompt_m, completion_m]).tolist()
+        lengths = [p + c for p, c in zip(prompts, completions, strict=True)]
         limit, reason = self.limit
         if limit is not None and (longest := max(lengths)) > limit:
             # reading an embedding out of bounds raises IndexError on a CPU, and ends the process on
@@ -214,21 +229,27 @@ class LogProbs(nn.Module):
         if self.alone and m > 1:
             return self._rows_alone(prompt_ids, prompt_m, completion_ids, completion_m, images)
         prompt_m, completion_m = (x.to(device, non_blocking=True) for x in (prompt_m, completion_m))
-        length_m, padding_m = prompt_m + completion_m, Q - prompt_m
+        padding_m = Q - prompt_m
         ids_mT = torch.cat([prompt_ids, completion_ids], dim=1)
         T = ids_mT.shape[1]
         if images is not None:
-            images.check([n - c for n, c in zip(lengths, completions, strict=True)])
-        if self.packed and max(lengths) <= self.window:
-            row_M, position_M = _rows(length_m, sum(lengths))
+            images.check(prompts)
+        if self.packs(max(lengths)):
+            rows, heads, left, own = packed = pack(prompts, completions, range(m) if group is None else group.tolist())
+            row_m, head_m, left_m, own_m = torch.tensor(packed).to(device, non_blocking=True)
+            nth_M, position_M = _rows(own_m, sum(own))
+            row_M, position_M = row_m[nth_M], position_M + left_m[nth_M]
             ids_1M = ids_mT[row_M, padding_m[row_M] + position_M][None]
-            start_m = length_m.cumsum(0) - length_m
             if images is None:
                 kwargs = {"input_ids": ids_1M, "position_ids": position_M[None]}
             else:
-                kwargs = images.inputs(self.model, ids_1M, row_M[None], position_M[None])
-            packed = attention.inputs(device, attention.Packed.of(lengths, device))
-            hidden = self._hidden(**kwargs, **packed)
+                seen = [i for i, k in zip(rows, left, strict=True) if k == 0]
+                kwargs = images.inputs(self.model, ids_1M, row_M[None], position_M[None], seen)
+            path = attention.Shared.of(own, device, heads, left) if any(left) else attention.Packed.of(own, device)
+            hidden = self._hidden(**kwargs, **attention.inputs(device, path))
+            nth_m = row_m.argsort()
+            last_m = head_m[nth_m] + prompt_m - 1
+            first_m = (own_m.cumsum(0) - own_m - left_m)[nth_m] + prompt_m
         else:
             # Each row is shifted to the left, so that all padding is at its end, which causal
             # attention never sees: no mask is needed, fast kernels apply, and every position has
@@ -236,17 +257,18 @@ class LogProbs(nn.Module):
             position_T = torch.arange(max(lengths), device=device)
             source_mT = position_T + padding_m[:, None]
             ids_mT = ids_mT.gather(1, source_mT.clamp(max=T - 1))
-            start_m = torch.arange(m, device=device) * max(lengths)
+            first_m = torch.arange(m, device=device) * max(lengths) + prompt_m
+            last_m = first_m - 1
             if images is None:
                 kwargs = {"input_ids": ids_mT}
             else:
                 kwargs = images.inputs(self.model, ids_mT, torch.arange(m, device=device)[:, None], position_T)
             hidden = self._hidden(**kwargs, use_cache=False)
 
-        # the state before a token predicts it; prompt and padding are never projected to the
-        # vocabulary
+        # the state before a token predicts it, for the first ones that of the prompt's last token; prompt
+        # and padding are never projected to the vocabulary
         row_N, position_N = _rows(completion_m, sum(completions))
-        before_N = start_m[row_N] + prompt_m[row_N] + position_N - 1
+        before_N = torch.where(position_N > 0, first_m[row_N] + position_N - 1, last_m[row_N])
         return hidden.flatten(0, 1).index_select(0, before_N.to(hidden.device)), (row_N, position_N)
 
     def _rows_alone(self, prompt_ids, prompt_m, completion_ids, completion_m, images):
@@ -274,7 +296,7 @@ class LogProbs(nn.Module):
             ValueError: two passes over the same rows differ, or no way agrees with the plain pass.
         """
         model, prompts = self.model, torch.tensor(agreement.PROMPT_LENGTHS)
-        lengths = torch.tensor([len(row) for row in agreement.ROWS])
+        lengths, group = torch.tensor([len(row) for row in agreement.ROWS]), torch.tensor(agreement.GROUPS)
         parts = [(row[:n], row[n:]) for row, n in zip(agreement.ROWS, prompts.tolist(), strict=True)]
         prompt_ids, completion_ids = (
             pad_sequence([torch.tensor(part) for part in side], True, 0, padding_side=padding).to(model.device)
@@ -282,7 +304,7 @@ class LogProbs(nn.Module):
         )
 
         def states() -> torch.Tensor:
-            return self.states(prompt_ids, prompts, completion_ids, lengths - prompts)[0]
+            return self.states(prompt_ids, prompts, completion_ids, lengths - prompts, None, group)[0]
 
         with eval_mode(model), nullcontext() if self.adapters else merging.as_reference(model):
             plain = agreement.plain_states(model, agreement.ROWS)
@@ -327,9 +349,9 @@ def fill(
         policy: a `LogProbs`; or one for each `replica` of the micro-batches.
         device: of the inputs; or that of each replica.
         micro_batch_tokens: size of the micro-batches; FORWARD_FACTOR times as many tokens go into
-            one forward pass, which is faster. 0: each micro-batch alone, as in the update, so that
-            before the first update the ratio is exactly 1; larger passes may round differently in
-            half precision.
+            one forward pass, where all sequences of a group share a prompt, which is faster. 0: each
+            micro-batch alone, as in the update, so that before the first update the ratio is
+            exactly 1; larger passes may round differently in half precision.
         images: of the same prompts, computed by the vision tower of this model; for a reference
             whose policy trains its tower.
 
@@ -337,95 +359,123 @@ def fill(
         FatalOutOfMemoryError: memory does not suffice for a single sequence.
     """
     policies, devices = ([policy], [device]) if isinstance(policy, nn.Module) else (policy, device)
+    micros = list(micros)
     sharded = any(isinstance(p, DTensor) for p in policies[0].parameters())  # ranks must run equally many passes
-    limit = FORWARD_FACTOR * micro_batch_tokens if policies[0].packed and not sharded else 0
-    queues: list[list[_ForwardPass]] = [[] for _ in policies]
-    for micro in micros:
-        number = 0 if len(policies) == 1 else micro.replica
-        queue = queues[number]
-        if limit and queue and sum(each.size for each in queue[-1].micros) + micro.size <= limit:
-            queue[-1].micros.append(micro)
-        else:
-            model, where = policies[number], devices[number]
-            queue.append(_ForwardPass([micro], model, where, images, exact=not limit, can_split=not sharded))
+    limit = 0 if sharded else FORWARD_FACTOR * micro_batch_tokens
+    if not policies[0].packs(max((micro.longest for micro in micros), default=0) if limit else 0):
+        limit = 0
+    queues: list[list[_ForwardPass]] = []
+    for number, (model, where) in enumerate(zip(policies, devices, strict=True)):
+        own = [micro for micro in micros if len(policies) == 1 or micro.replica == number]
+        pools = [own] if limit and own else [[micro] for micro in own]
+        # inputs are copied before any pass is queued, and results after all of them, because a copy
+        # between GPUs waits for everything that is queued on either
+        queues.append([])
+        for pool in pools:
+            inputs = _inputs(pool, where, images)
+            parts = _parts(pool, limit) if limit else [list(range(len(inputs[0])))]
+            queues[-1] += [_ForwardPass(pool, inputs, part, model, not limit, not sharded) for part in parts]
     passes = [queue[k] for k in range(max(map(len, queues))) for queue in queues if k < len(queue)]
-    # Inputs are copied before any pass is queued, and results after all of them, because a copy
-    # between GPUs waits for everything that is queued on either.
-    inputs = [forward.inputs() for forward in passes]
-    found = []
-    for k, forward in enumerate(passes):
-        values, inputs[k] = forward.values(inputs[k]), None
-        found += zip(forward.micros, values, strict=True)
-        if values[0].dim() > 2:  # hidden states of a teacher are too large to be held back
-            _write(found, field)
+    found, filled = [], {}
+    for forward in passes:
+        found += forward.values()
+        if found[-1][1].dim() > 2:  # hidden states of a teacher are too large to be held back
+            _write(found, filled)
             found = []
-    _write(found, field)
+    _write(found, filled)
+    for micro in micros:
+        setattr(micro, field, filled[id(micro)])
 
 
-def _write(found: list[tuple[Any, torch.Tensor]], field: str) -> None:
-    for micro, values in found:
-        setattr(micro, field, values[:, : micro.completion_ids.shape[1]].to(micro.prompt_ids.device))
+def _inputs(micros: list[Any], device: torch.device, images: Images | None) -> list[torch.Tensor | Images | None]:
+    """Arguments of a policy for the rows of micro-batches, on its device; lengths and groups stay on the CPU."""
+    batches = []
+    for micro in micros:
+        tokens = micro.tokens if images is None else (*micro.tokens[:4], images.like(micro.images), *micro.tokens[5:])
+        kept = [x is None or (isinstance(x, torch.Tensor) and x.dim() == 1) for x in tokens]
+        batches.append([x if stays else x.to(device) for x, stays in zip(tokens, kept, strict=True)])
+    return batches[0] if len(batches) == 1 else _join(batches)
+
+
+def _parts(micros: list[Any], limit: int) -> list[list[int]]:
+    """Cuts the rows of micro-batches into forward passes in which the rows of a group are together."""
+    columns = ([x for micro in micros for x in getattr(micro, name).tolist()]
+               for name in ("prompt_lengths", "lengths", "group"))  # fmt: skip
+    sizes = Sizes(*columns)
+    return sizes.parts(range(len(sizes.groups)), limit)
 
 
 @dataclasses.dataclass
 class _ForwardPass:
-    """Micro-batches in one forward pass of `fill`."""
+    """Rows of micro-batches in one forward pass of `fill`."""
 
     micros: list[Any]
+    inputs: list[torch.Tensor | Images | None]  # of all rows of the micro-batches
+    rows: list[int]
     policy: nn.Module
-    device: torch.device
-    images: Images | None
     exact: bool  # compute as the update does
     can_split: bool  # retry in smaller parts if memory runs out
 
-    def inputs(self) -> list[torch.Tensor | Images]:
-        """Arguments for the policy, on its device; lengths stay on the CPU."""
-        batches = []
-        for micro in self.micros:
-            tokens = micro.tokens if self.images is None else (*micro.tokens[:4], self.images.like(micro.images))
-            batches.append([x if isinstance(x, torch.Tensor) and x.dim() == 1 else x.to(self.device) for x in tokens])
-        return batches[0] if len(batches) == 1 else _join(batches)
-
-    def values(self, inputs: list[torch.Tensor | Images]) -> list[torch.Tensor]:
-        """Output of the policy for each micro-batch, [m, C, ...]; splits if memory runs out."""
-        rows = [len(micro.prompt_ids) for micro in self.micros]
-        if sum(rows) <= getattr(self.policy, "most_rows", math.inf):  # set after a failure
+    def values(self) -> list[tuple["_ForwardPass", torch.Tensor]]:
+        """Output of the policy, [m, C, ...]; that of parts if memory runs out."""
+        rows = len(self.rows)
+        if rows <= getattr(self.policy, "most_rows", math.inf):  # set after a failure
             with memory.catch_out_of_memory() as failure:
-                return list(self._forward(inputs).split(rows))
+                return [(self, self._forward())]
             memory.empty_cache()
-            if sum(rows) == 1 or not self.can_split:
-                what = f"a forward pass of {sum(rows)} sequences, {self.micros[0].size} tokens ({failure.message})"
-                fewer = "" if sum(rows) == 1 else "lower micro_batch_tokens; or "
+            if rows == 1 or not self.can_split:
+                tokens = sum(int(self.inputs[i][self.rows].sum()) for i in (1, 3))
+                what = f"a forward pass of {rows} sequences, {tokens} tokens ({failure.message})"
+                fewer = "" if rows == 1 else "lower micro_batch_tokens; or "
                 raise memory.FatalOutOfMemoryError(what, fewer + memory.REMEDIES)
-            self.policy.most_rows = sum(rows) // 2
-            text = f"out of memory in a forward pass of {sum(rows)} sequences: now {sum(rows) // 2} at once"
-            memory.print_with_rank(text)
-        if len(rows) > 1:
-            middle = len(rows) // 2
-            halves = [dataclasses.replace(self, micros=part) for part in (self.micros[:middle], self.micros[middle:])]
-            return [x for half in halves for x in half.values(half.inputs())]
-        found = []
-        for half in self.micros[0].halves():
-            part = dataclasses.replace(self, micros=[half])
-            (values,) = part.values(part.inputs())
-            missing = self.micros[0].completion_ids.shape[1] - values.shape[1]
-            found.append(F.pad(values, (0, 0) * (values.dim() - 2) + (0, missing)))
-        return [torch.cat(found)]
+            self.policy.most_rows = rows // 2
+            memory.print_with_rank(f"out of memory in a forward pass of {rows} sequences: now {rows // 2} at once")
+        halves = self.rows[: rows // 2], self.rows[rows // 2 :]
+        return [x for half in halves for x in dataclasses.replace(self, rows=half).values()]
 
-    def _forward(self, inputs: list[torch.Tensor | Images]) -> torch.Tensor:
+    def _forward(self) -> torch.Tensor:
         # Gradients are on where a micro-batch must be computed by the same compiled graph as in the
         # update: the one without gradients may round differently. Its activations are freed before
         # the next.
         trained = any(p.requires_grad for p in self.policy.parameters())
         with torch.set_grad_enabled(trained and self.policy.compiled and self.exact and self.can_split):
-            return self.policy(*inputs)[0].detach()
+            return self.policy(*_select(self.inputs, self.rows))[0].detach()
 
 
-def _join(batches: list[list[torch.Tensor | Images]]) -> list[torch.Tensor | Images]:
+def _write(found: list[tuple[_ForwardPass, torch.Tensor]], filled: dict[int, torch.Tensor]) -> None:
+    """Copies values [m, C, ...] to tensors for their micro-batches, by `id`, where those lie."""
+    for forward, values in found:
+        nth, start = {row: n for n, row in enumerate(forward.rows)}, 0
+        for micro in forward.micros:
+            (m, C), there = micro.completion_ids.shape, micro.prompt_ids.device
+            own = [row for row in range(start, start + m) if row in nth]
+            if own:
+                part = values[torch.tensor([nth[row] for row in own])][:, :C].to(there)
+                if id(micro) not in filled:
+                    filled[id(micro)] = part.new_zeros(m, C, *part.shape[2:])
+                filled[id(micro)][torch.tensor(own) - start, : part.shape[1]] = part
+            start += m
+
+
+def _select(inputs: list[torch.Tensor | Images | None], rows: list[int]) -> list[torch.Tensor | Images | None]:
+    """Some rows of the arguments of a policy; completions are as wide as the longest of them."""
+    if rows == list(range(len(inputs[0]))):
+        return inputs
+    index = torch.tensor(rows)
+    selected = [x if x is None else x.select(index) if isinstance(x, Images)
+                else x.index_select(0, index.to(x.device, non_blocking=True)) for x in inputs]  # fmt: skip
+    if selected[3].dim() == 1:
+        selected[2] = selected[2][:, : int(selected[3].max())]
+    return selected
+
+
+def _join(batches: list[list[torch.Tensor | Images | None]]) -> list[torch.Tensor | Images | None]:
     """Concatenates the rows of batches; prompts are padded on the left, completions on the right."""
     joined = []
     for i, tensors in enumerate(zip(*batches, strict=True)):
-        if isinstance(tensors[0], Images):
+        if tensors[0] is None:
+            joined.append(None)
+        elif isinstance(tensors[0], Images):
             joined.append(join(tensors))
         elif tensors[0].dim() == 1:
             joined.append(torch.cat(tensors))

@@ -234,7 +234,7 @@ class Run:
             self._teacher(gpus, own, process["teacher"])
 
     def minibatch(self, num_gpus: int) -> int:
-        """Most tokens of an optimizer step on one GPU.
+        """Most tokens of an optimizer step on one GPU; prompts that are shared count for each completion.
 
         Args:
             num_gpus: of one process, which divide its part of the step.
@@ -265,7 +265,8 @@ class Run:
         for phase in ("reduce", "step") if minibatch <= cfg.micro_batch_tokens else (*PASSES, "step"):
             gpu.add(phase, gradients=self.trained * (4 if self.shards > 1 else size) / self.shards)
 
-        layers = self._layers(shape, tokens, self.sequence)
+        together = cfg.group_size if self.distilled else -(-cfg.group_size // cfg.num_minibatches)
+        layers = self._layers(shape, tokens, self.sequence, together)
         dequantized = shape.linear / shape.layers * size if self.bits else 0
         kept, at_work, alone = layers.kept, layers.at_work + dequantized, layers.at_work + dequantized + layers.layer
         if cfg.gradient_checkpointing:  # the input of each layer, and all of the layer being recomputed
@@ -354,23 +355,36 @@ class Run:
     def _forward(self, shape: shapes.Shape, num_gpus: int = 1) -> dict[str, float]:
         """Memory of a pass without gradients."""
         at_once = self.cfg.micro_batch_tokens
-        if shape.plain or not self.on_gpu or not shape.blocks.cache(self.dtype).row:  # states are of padded rows
+        if self._packed(shape):
             at_once *= logprobs.FORWARD_FACTOR
         tokens = max(self.sequence, min(at_once, -(-self.rows // num_gpus) * self.sequence))
-        layers = self._layers(shape, tokens, self.sequence)
+        layers = self._layers(shape, tokens, self.sequence, self.cfg.group_size)
         return dict(forward_pass=layers.inference, logits=self._logits(tokens, shape.vocabulary))
 
-    def _layers(self, shape: shapes.Shape, tokens: int, length: int) -> Pass:
-        """Memory of the decoder blocks for a number of tokens in sequences of `length`."""
+    def _layers(self, shape: shapes.Shape, tokens: int, length: int, together: int = 1) -> Pass:
+        """Memory of the decoder blocks for a number of tokens in sequences of `length`, `together` of a prompt."""
         if not self.on_gpu:  # only what is always there is planned
             return Pass(0, 0, 0, 0)
         if not (shape.plain and self.compiled):
             adapters = self.rank > 0 and shape is self.shape
-            return shape.blocks.measure(max(1, tokens // length), length, self.dtype, adapters)
-        layer, at_work, inference = (
-            math.ceil(tokens * factors.of(shape) * self.size) for factors in (COMPILED, BACKWARD, FORWARD)
-        )
-        return Pass(layer * shape.layers, layer, at_work, inference)
+            measured = shape.blocks.measure(max(1, tokens // length), length, self.dtype, adapters)
+        else:
+            layer, at_work, inference = (
+                math.ceil(tokens * factors.of(shape) * self.size) for factors in (COMPILED, BACKWARD, FORWARD)
+            )
+            measured = Pass(layer * shape.layers, layer, at_work, inference)
+        if together == 1 or not self._packed(shape):
+            return measured
+        # Each completion reads a copy of the keys of its prompt. Lengths are those of the longest: with shorter
+        # completions there are more copies, but of shorter prompts fewer.
+        copied = tokens * (together - 1) * self.longest / (self.longest + together * self.cfg.max_new_tokens)
+        copies, wide = math.ceil(copied * shape.keys * self.size), math.ceil((tokens + copied) * shape.keys * 4)
+        kept, layer = measured.kept + copies * shape.layers, measured.layer + copies
+        return Pass(kept, layer, measured.at_work + copies + wide, measured.inference + copies + wide)
+
+    def _packed(self, shape: shapes.Shape) -> bool:
+        """Whether rows are packed: layers with states read padded ones."""
+        return shape.plain or not self.on_gpu or not shape.blocks.cache(self.dtype).row
 
     def _logits(self, tokens: int, vocabulary: int, paired: bool = False) -> float:
         """Logits of a chunk of tokens."""

@@ -114,7 +114,7 @@ def main(cfg: Config) -> None:
         if has_vision:
             pictures = [[records.open_image(ref, folder) for ref in rows[i]["images"]] for i in chosen]
             batch.images = images.Images.of(model, reader, prompts, pictures)
-        (micros,) = batch.minibatches(1, cfg.micro_batch_tokens, policy.packed)
+        (micros,) = batch.minibatches(1, cfg.micro_batch_tokens, policy.packs(batch.longest))
         decay = min(1.0, 2 - 2 * (step - 1) / cfg.steps)
         optimizer.learning_rate = cfg.learning_rate * decay * optim.warmup(step, cfg.warmup_steps)
         with log.time("update"):

@@ -72,7 +72,7 @@ def measure(shape: str, device: torch.device, rows: int, new_tokens: int, plain:
     with torch.no_grad():
         differences = [
             (policy(*micro.tokens)[0] - micro.rollout_logps).abs()[micro.completion_mask]
-            for micro in batch.minibatches(1, 8192, policy.packed)[0]
+            for micro in batch.minibatches(1, 8192, policy.packs(batch.longest))[0]
         ]
     speeds = [f"{len(batch) * new_tokens / took:,.0f}", "-", "-"]
     if plain:

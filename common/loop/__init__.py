@@ -1,6 +1,6 @@
 """The parts of a training script: policy, reference, sampler, scorer, trainer, run, options.
 
-May import: base, maths, tasks, model, generation, training, run, distill, planning. Start with
+May import: base, maths, tasks, model, fused, generation, training, run, distill, planning. Start with
 gspo/gspo.py, which uses most of them, then policy.py and trainer.py. Distillation adds student.py
 and offloading.py; similarity groups add similar.py.
 """

@@ -1,5 +1,5 @@
 """Services for a run: option rules, checkpoints, interrupts, metrics, guards, the profiler.
 
-May import: base, maths, tasks, model, generation, training. Start with checkpoint.py, then
+May import: base, maths, tasks, model, fused, generation, training. Start with checkpoint.py, then
 interrupts.py.
 """

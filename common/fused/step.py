@@ -3,6 +3,7 @@
 Dims: b rows, H hidden size, D head size, HQ query and HKV key-value heads, V vocabulary.
 """
 
+import bisect
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -46,13 +47,31 @@ class Tile(NamedTuple):
     stages: int
 
 
-# measured for the shapes of Qwen2.5-0.5B and 1.5B on an H200; docs/decoding.md has the times
+# by rows: up to FEW; up to SOME, by hidden size: below 1,536, below 3,072, above; more. The fastest
+# of those measured with the shapes of Qwen2.5-0.5B, 1.5B and 7B on an H200: docs/decoding.md
+SIZES = (1536, 3072)
 TILES = {
-    "qkv": (Tile(16, 32, 128, 1, 4, 5), Tile(64, 16, 128, 1, 4, 5), Tile(64, 64, 128, 1, 4, 5)),
-    "o": (Tile(16, 32, 128, 4, 4, 4), Tile(64, 16, 128, 1, 4, 4), Tile(64, 32, 128, 1, 4, 4)),
-    "gate_up": (Tile(16, 32, 64, 1, 4, 4), Tile(64, 32, 128, 1, 4, 3), Tile(64, 64, 64, 1, 4, 3)),
-    "down": (Tile(16, 32, 128, 8, 4, 4), Tile(64, 32, 128, 4, 4, 4), Tile(64, 64, 128, 2, 4, 4)),
-    "head": (Tile(16, 128, 128, 1, 4, 3), Tile(64, 128, 64, 1, 4, 4), Tile(64, 128, 64, 1, 4, 4)),
+    "qkv": (
+        Tile(16, 32, 128, 1, 4, 5),
+        (Tile(64, 16, 128, 1, 4, 5), Tile(64, 16, 128, 1, 4, 5), Tile(64, 32, 128, 1, 4, 4)),
+        Tile(64, 64, 128, 1, 4, 5),
+    ),
+    "o": (
+        Tile(16, 32, 128, 4, 4, 4),
+        (Tile(64, 16, 128, 1, 4, 4), Tile(64, 16, 128, 1, 4, 4), Tile(64, 32, 128, 2, 4, 4)),
+        Tile(64, 32, 128, 1, 4, 4),
+    ),
+    "gate_up": (
+        Tile(16, 32, 64, 1, 4, 4),
+        (Tile(64, 32, 128, 1, 4, 3), Tile(64, 64, 64, 1, 4, 4), Tile(64, 32, 128, 1, 4, 3)),
+        Tile(64, 64, 64, 1, 4, 3),
+    ),
+    "down": (
+        Tile(16, 32, 128, 8, 4, 4),
+        (Tile(64, 32, 128, 4, 4, 4), Tile(64, 32, 128, 4, 4, 4), Tile(64, 64, 128, 4, 4, 3)),
+        Tile(64, 64, 128, 2, 4, 4),
+    ),
+    "head": (Tile(16, 128, 128, 1, 4, 3), 3 * (Tile(64, 128, 64, 1, 4, 4),), Tile(64, 128, 64, 1, 4, 4)),
 }
 
 
@@ -226,7 +245,7 @@ class Step:
         return self.squares, self.tiles, self.padded
 
     def _qkv(self, b: int, block: blocks.Block) -> None:
-        NQ, NKV, t = self.HQ * self.D, self.HKV * self.D, _tile("qkv", b)
+        NQ, NKV, t = self.HQ * self.D, self.HKV * self.D, _tile("qkv", b, self.H)
         N, BN = NQ + 2 * NKV, math.gcd(t.BN, NQ, NKV)
         if _is_large(b, block.q):
             self._normalize(b)
@@ -258,7 +277,7 @@ class Step:
         )  # fmt: skip
 
     def _linear_add(self, name: str, b: int, a: torch.Tensor, weight: torch.Tensor, norm: torch.Tensor) -> None:
-        (N, K), t, stream = weight.shape, _tile(name, b), (self.x, self.scaled, self.squares)
+        (N, K), t, stream = weight.shape, _tile(name, b, self.H), (self.x, self.scaled, self.squares)
         if _is_large(b, weight):
             product = torch.mm(a[:b], weight.t(), out=self.normed[:b])
             BM, BN = 16, 64
@@ -275,7 +294,7 @@ class Step:
         )  # fmt: skip
 
     def _gate_up(self, b: int, block: blocks.Block) -> None:
-        (N, K), t = block.gate.shape, _tile("gate_up", b)
+        (N, K), t = block.gate.shape, _tile("gate_up", b, self.H)
         if _is_large(b, block.gate):
             self._normalize(b)
             gate, up = (
@@ -291,7 +310,7 @@ class Step:
         )  # fmt: skip
 
     def _head(self, b: int, table: torch.Tensor, sampling: Sampling) -> None:
-        t, w, temperature = _tile("head", b), self.weights, sampling.temperature or 1.0
+        t, w, temperature = _tile("head", b, self.H), self.weights, sampling.temperature or 1.0
         grid = triton.cdiv(b, t.BM), self.tops.shape[1]
         options = self.tops, self.sums, self.kinds, table, table.shape[1]
         if b > SOME:
@@ -316,15 +335,16 @@ class Step:
 
     def _most(self, b: int) -> int:
         """Tiles of the stream, at most, as a power of two."""
-        return triton.next_power_of_2(triton.cdiv(self.H, min(_tile(name, b).BN for name in ("o", "down"))))
+        return triton.next_power_of_2(triton.cdiv(self.H, min(_tile(name, b, self.H).BN for name in ("o", "down"))))
 
 
 def _is_large(b: int, weight: torch.Tensor) -> bool:
     return b > SOME and b * weight.numel() >= LARGE
 
 
-def _tile(name: str, b: int) -> Tile:
-    return TILES[name][0 if b <= FEW else 1 if b <= SOME else 2]
+def _tile(name: str, b: int, H: int) -> Tile:
+    few, some, many = TILES[name]
+    return few if b <= FEW else some[bisect.bisect_right(SIZES, H)] if b <= SOME else many
 
 
 def _parts(programs: int, tokens: int) -> int:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common.fused import blocks, step
+from common.fused import blocks, step, tiles
 from common.generation import runner
 from common.generation.cache import FlashCache
 from common.generation.scheduler import Group, Row, Space
@@ -83,7 +83,7 @@ def assert_agrees(batch: Batch) -> None:
     logits = fused.logits(batch.b, batch.state.table, batch.cache, Sampling())
     # two layers of sums of up to 300 terms, in another order, and logits of size 1
     assert (logits - batch.expected).abs().max() < 1e-5 * batch.expected.abs().max()
-    assert not fused.heads_arrived.any() and not fused.tiles_arrived.any()  # ready for the next step
+    assert not fused.buffers.heads_arrived.any() and not fused.buffers.tiles_arrived.any()  # ready for the next step
     for row, layers in enumerate(batch.kept):
         place = batch.state.start[row] + batch.state.count[row] - 1
         for pools, written in zip(batch.cache.pools, layers, strict=True):
@@ -108,7 +108,8 @@ def test_other_ways_to_cut_a_step_give_the_same(monkeypatch, setting):
     if "shared" in setting:
         monkeypatch.setattr(step, "LONG_PROMPT", 1)
     if setting == "large":
-        monkeypatch.setattr(step, "LARGE", 1)
+        monkeypatch.setattr(tiles, "LARGE", 1)
+        monkeypatch.setattr(tiles, "SOME", 4)
         monkeypatch.setattr(step, "SOME", 4)
     rows = {"some rows": 18, "many rows": 66}.get(setting, 6)
     counts = [1 + 7 * i % T for i in range(rows)]

@@ -152,6 +152,8 @@ class Runner:
         self.graphs, self.graph_memory = {}, None
         self.cache.release()
         self.states.release()
+        if self.fused:
+            self.fused.release()
 
     # ---- the batch ----
 

@@ -37,6 +37,7 @@ NOT_RUN = {
     "python scripts/dev/claims.py": "takes minutes; test_claims.py runs the exact rows",
     "python scripts/dev/sweep_models.py": "takes minutes; test_models_page.py tries a few families",
     "python scripts/dev/benchmark.py --setting": "needs a GPU and minutes; test_benchmark.py has small settings",
+    "python scripts/dev/benchmark_rollout.py": "needs a GPU and minutes; test_benchmark_rollout.py has small works",
     "python scripts/dev/benchmark_models.py": "needs a GPU and minutes; test_models_page.py has a small shape",
     "sed 's/GPU_ID = 2": "copies a script for a machine with two GPUs",
     "python scripts/drop_layers.py models/smollm2": "needs that model; test_tools.py has a small one",

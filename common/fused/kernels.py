@@ -13,11 +13,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 VOCABULARY_BLOCK = tl.constexpr(128)  # as in common/maths/sampling.py
-TOKEN, COUNT, SEQUENCE, START, PROMPT, DONE, SHIFT, SLOT = (
-    tl.constexpr(i) for i in range(8)
-)  # lines of `RowState.table`
-
-
+TOKEN, COUNT, SEQUENCE, START, PROMPT, DONE, SHIFT, SLOT = map(tl.constexpr, range(8))  # lines of `RowState.table`
 # Triton compiles a kernel anew if such an integer is 1 or a multiple of 16; these change with the batch
 COUNTS = ("rows", "num_segments", "b", "prompt_programs", "T", "last_place", "min_new_tokens", "num_squares")
 kernel = triton.jit(do_not_specialize=COUNTS)
@@ -25,14 +21,14 @@ kernel = triton.jit(do_not_specialize=COUNTS)
 
 @triton.jit
 def _wait(OVERLAP: tl.constexpr):
-    """Waits for the kernel before this one, of which only the launch has overlapped so far."""
+    """Waits until the kernel before this one has ended; what stands above overlaps with it."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def _go_on(OVERLAP: tl.constexpr):
-    """Lets the next kernel be launched, which then stands in `_wait`; late, so that it takes no place from this one."""
+    """Lets the next kernel start, up to its `_wait`; called late, so that it takes no room from this one."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -181,7 +177,7 @@ def _rotated(base, inside, position, cos, sin, norm, eps, D: tl.constexpr, NORM:
 
 @triton.jit
 def _attend(q, keys, values, first, last, top, total, acc, scale, slot, D: tl.constexpr, BN: tl.constexpr):
-    """Goes on with a softmax over the tokens first to last of a head; `slot` is their distance in elements."""
+    """Continues the softmax of a head over the tokens first to last; `slot` is their distance in elements."""
     d = tl.arange(0, D)
     for j in range(first, last, BN):
         at = j + tl.arange(0, BN)

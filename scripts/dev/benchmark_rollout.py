@@ -32,6 +32,7 @@ import signal
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -159,15 +160,17 @@ def summarise(seconds: list[float], lengths: list[list[int]], warmup: int) -> di
 # ---- one shape ----
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, args: argparse.Namespace, result: dict[str, Any], save: Callable[[], None]) -> dict[str, Any]:
     """Measures one shape; a side that fails leaves {"error": text}.
 
     Args:
         name: key of SHAPES.
         args: of the command line.
+        result: gets "sides", what each process measured, by its name, and "works", figures of every work.
+        save: called after each side, so that a run that is cut off keeps what it has measured.
 
     Returns:
-        "sides": what each process measured, by its name; "works": figures of every work.
+        The result.
     """
     (Path(args.work_dir) / "rollouts").mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=Path(args.work_dir) / "rollouts"))
@@ -176,13 +179,14 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     dtype = sources.pick_dtype(args.dtype, base.pick_device(args.device))
     spec = {"model": str(model), "device": args.device, "dtype": args.dtype}
     works = [describe(work, base.SHAPES[name][1], args.repetitions) for work in args.works]
-    sides, done = {}, {}
+    sides, done = result.setdefault("sides", {}), {}
     for kind in ("fixed", "mixed"):
         part = [work for work in works if (WORKS[work["name"]].longest > 0) == (kind == "mixed")]
         if part:
             command = [sys.executable, str(Path(__file__).resolve()), OURS]
             ours = base.attempt(run, command, spec | {"works": part}, folder / f"ours-{kind}", args)
             sides[f"ours, {kind} lengths"] = ours
+            save()
             done |= ours.get("works", {})
     given = [work | {"lengths": done[work["name"]]["lengths"]} for work in works if work["name"] in done]
     for mode in args.vllm_multiprocessing if args.peer and given else ():
@@ -192,10 +196,11 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         full = spec | {"works": given, "dtype": str(dtype).removeprefix("torch.")}
         theirs = base.attempt(run, command, full, folder / f"vllm-{mode}", args, env)
         sides[f"vLLM ({mode})"] = theirs
+        save()
     shape, bandwidth = base.shape_of(str(model)), base.CARDS.get(base.card(args.device), (None,))[0]
     rate = args.bandwidth or bandwidth
-    figures = {work["name"]: compare(work, sides, shape, rate, dtype.itemsize, args.warmup) for work in given}
-    return {"sides": sides, "works": figures}
+    compared = {work["name"]: compare(work, sides, shape, rate, dtype.itemsize, args.warmup) for work in given}
+    return result | {"works": compared}
 
 
 def run(command: list[str], spec: dict, folder: Path, args: argparse.Namespace, env: dict | None = None) -> dict:
@@ -313,12 +318,17 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     command, results = shlex.join(["python", "scripts/dev/benchmark_rollout.py", *argv]), []
     written = {"command": command, "machine": base.machine(), "shapes": results}
-    for name in args.shapes:
-        print(f"{name}: {', '.join(args.works)}", flush=True)
-        results.append({"shape": name, **base.attempt(measure, name, args)})
+
+    def save() -> None:
         if args.out:
             Path(args.out).parent.mkdir(parents=True, exist_ok=True)
             Path(args.out).write_text(json.dumps(written) + "\n", encoding="utf-8")
+
+    for name in args.shapes:
+        print(f"{name}: {', '.join(args.works)}", flush=True)
+        results.append({"shape": name})
+        results[-1].update(base.attempt(measure, name, args, results[-1], save))
+        save()
     about = ", ".join(f"{name} {value}" for name, value in written["machine"].items() if value is not None)
     print(f"\n{report(results)}\n\n{about}\n{command}")
     sides = [side for result in results for side in result.get("sides", {}).values()]

@@ -15,6 +15,7 @@ from conftest import TINY, assert_equal_weights, build_tokenizer, tiny_model
 from safetensors.torch import load_file
 from test_rollout import Letters
 
+from common.fused import tiles
 from common.generation import drafts
 from common.generation.batches import RolloutBatch, deal
 from common.generation.cache import FlashCache, SdpaCache
@@ -224,6 +225,33 @@ def test_log_probabilities_in_bf16_are_those_of_a_full_forward_pass(cuda, kind, 
     sizes = {key[0] for key in sampler.engines[0].runner.graphs}
     assert len(sizes) > 1 and max(sizes) == (12 if rollout_batch else 48)
     assert sampler.engines[0].name.startswith("flash attention, shared prompts, CUDA graphs")
+
+
+@needs(1)
+@pytest.mark.parametrize(("kind", "lengths", "group_size", "large"), [
+    ("llama", (3, 17, 9), 4, False), ("qwen2", (700, 20), 8, False), ("mistral", (60,), 70, False),
+    ("qwen3", (5, 80), 40, False), ("qwen2", (5, 80), 40, True),
+])  # fmt: skip
+def test_fused_steps_have_the_log_probabilities_of_a_full_forward_pass(
+    cuda, monkeypatch, kind, lengths, group_size, large
+):
+    if large:  # products of cuBLAS
+        monkeypatch.setattr(tiles, "LARGE", 1)
+    sizes = dict(head_dim=32, hidden_size=128, intermediate_size=320, max_position_embeddings=1024)
+    model, generator = tiny_on(cuda, kind, **sizes), torch.Generator().manual_seed(0)
+    prompts = [torch.randint(4, 40, (n,), generator=generator).tolist() for n in lengths]
+    sampler = flash_sampler(model, **MIXED)
+    assert sampler.engines[0].name.endswith("fused blocks")
+    for temperature in (1.0, 0.7):
+        batch = generate(sampler, prompts, group_size, temperature)
+        assert_log_probs(model, batch, temperature)
+        assert len(set(batch.lengths.tolist())) > 3
+    rows = completions(generate(sampler, prompts, group_size, temperature=0))
+    assert all(rows[i : i + group_size] == [rows[i]] * group_size for i in range(0, len(rows), group_size))
+    assert completions(generate(sampler, prompts, group_size, 0.7)) == completions(batch)
+    # other distributions are drawn by PyTorch from the same logits
+    rows = completions(generate(flash_sampler(model, **MIXED, top_k=3), prompts, group_size))
+    assert all(len({row[0] for row in rows[i : i + group_size]}) <= 3 for i in range(0, len(rows), group_size))
 
 
 @needs(1)

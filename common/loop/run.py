@@ -198,7 +198,7 @@ class Run:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Tokens of a micro-batch; a resumed run keeps them."""
+        """Tokens of a micro-batch; a resumed run keeps those that the plan chose."""
         return plan.micro_batch_tokens(self.cfg, self.plan)
 
     def save_due(self, step: int) -> bool:
@@ -211,7 +211,8 @@ class Run:
         Args:
             batch: completions of the next step that have no rewards yet.
         """
-        notes = {"data": self.prompts.fingerprint, "date": self.date, "micro_batch_tokens": self.micro_batch_tokens}
+        chosen = 0 if self.cfg.micro_batch_tokens else self.micro_batch_tokens
+        notes = {"data": self.prompts.fingerprint, "date": self.date, "micro_batch_tokens": chosen}
         with self.log.time_save(self.done):
             self.saved = checkpoint.save(
                 self.cfg.out_dir, self.done, self.policy.whole, self.tokenizer, self.optimizer, self.position, self.cfg,

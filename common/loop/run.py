@@ -49,6 +49,7 @@ class Run:
             ValueError: an option does not fit the number of ranks, or there is no such checkpoint.
         """
         console.protect()
+        config.collect_garbage()  # where no command line was read
         self.cfg, self.gpus, self.limits = cfg, gpus, guards
         rank, self.num_ranks = distributed.start(gpus.home, timeout_minutes)
         _require_shares(cfg, self.num_ranks, timeout_minutes)

@@ -332,6 +332,20 @@ def test_garbage_is_not_looked_for_during_the_imports_and_is_afterwards(tmp_path
     text = SCRIPT.format(early="config.answer_early(globals())", late="LATE = 7")
     out = run_script(tmp_path / "script.py", text.replace('print("imported")', shown) + f"    {shown}\n").stdout
     assert out.splitlines() == ["False False", "warning: only once", "7", "True True"]
+    # also where a script reads no command line, and begins its run with a Config of its own
+    text = """from common.base import config
+config.answer_early(globals())
+import gc
+from pathlib import Path
+from common.base import devices
+from common.loop import Run
+from gspo.gspo import Config
+print(gc.isenabled())
+Run(Config(out_dir=str(Path(__file__).with_name("run"))), devices.layout("cpu", policy=(0,)), {})
+print(gc.isenabled(), gc.get_freeze_count() > 0)
+"""
+    lines = run_script(tmp_path / "other.py", text).stdout.splitlines()
+    assert (lines[0], lines[-1]) == ("False", "True True")
 
 
 @pytest.mark.parametrize(("url", "rule"), [

@@ -267,3 +267,9 @@ def test_compiled_code_is_kept_where_a_restart_leaves_it(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     storage.keep_compiled_code()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    # and for a user without a home, as in a container that is started with the number of one
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    storage.keep_compiled_code()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ

@@ -142,6 +142,14 @@ def test_where_drafts_are_not_served_a_line_says_so(capsys, in_single, kind, ign
         assert not first.drafted.any() and torch.equal(second.drafted, second.lengths - 1)
 
 
+def test_prompts_beyond_a_window_take_the_place_of_others_that_had_drafts(in_single):  # noqa: F811
+    sampler = Sampler([tiny_model("mistral", sliding_window=20)], end_ids=[], pad_id=0, max_new_tokens=6)
+    assert sampler.takes_drafts
+    batch = generate(sampler, [[], []], prompts=[[5], [6]], group_size=2)
+    other = generate(sampler, [[]], prompts=[[7] * 18], group_size=2)  # sampled by transformers, without drafts
+    assert batch.put(torch.tensor([0, 1]), other).drafted.tolist() == [0] * 4
+
+
 def test_the_distribution_is_the_policys_whatever_the_drafts(in_single):  # noqa: F811
     # all completions of up to three tokens, of 10; the drafts are another policy's
     small = dict(vocab_size=10, num_hidden_layers=1, eos_token_id=3, initializer_range=0.5)

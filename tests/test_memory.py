@@ -158,6 +158,23 @@ def test_an_update_that_runs_out_of_memory_gives_what_a_smaller_one_gives(tmp_pa
     assert all(micro.old_logps.shape == micro.completion_ids.shape for minibatch in large.cut for micro in minibatch)
 
 
+def test_rows_that_are_padded_count_with_their_prompts_when_memory_runs_out(batch):
+    # 4 completions, 4 times the prompt and the padding: half of them is what fits next
+    model, tried = build_model("qwen2"), []
+    optimizer, log = optim.AdamW(model, 1e-3), SimpleNamespace(mark=lambda: None, rollback=lambda mark: None)
+    micro = batch.select(torch.arange(8, 12))
+    micro.prompt_ids, micro.prompt_lengths = torch.full((4, 100), 5), torch.full((4,), 100)
+    minibatch, budget = [micro], budgets.Budget(1000, packs=lambda micro: False)
+
+    def forward_backward(micro):
+        tried.append(len(micro))
+        if len(micro) > 2:
+            raise torch.OutOfMemoryError(FULL)
+
+    budget.run(minibatch, forward_backward, optimizer, log)
+    assert tried == [4, 2, 2] and budget.tokens == 2 * micro.longest
+
+
 def test_nothing_of_a_failed_attempt_is_alive_in_the_next(batch):
     model, alive = build_model("qwen2"), []
     policy, optimizer, budget = logprobs.LogProbs(model, 1.0), optim.AdamW(model, 1e-3), budgets.Budget(1000)

@@ -15,11 +15,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from comparing import assert_close, comparable
+from comparing import assert_close, comparable, config_of
 from conftest import SCRIPTS, TEMPLATE, Slow, assert_equal_weights, read_lines, reward
 
 from common.loop import run as loop_run
 from common.run import checkpoint
+from common.training import budgets
 
 STEPS = 6  # of the run that nothing interrupts
 TORCHRUN = [Path(sys.executable).with_name("torchrun"), "--nproc_per_node=2"]
@@ -131,6 +132,13 @@ def test_data_that_changed_under_their_name_are_pointed_out_and_another_day_is_n
         assert ("data have changed" in run.output) == changed
         if changed:
             assert "(12 rows, CRC-32 " in run.output and "now 8 rows, CRC-32 " in run.output
+
+
+def test_only_micro_batches_that_a_run_has_chosen_are_those_of_a_resumed_one(launcher, tmp_path):
+    for steps, option, noted in ((1, 64, 0), (2, 0, budgets.TOKENS)):
+        run = launcher.run("gspo", tmp_path, steps=steps, micro_batch_tokens=option, eval_every=0).succeeded()
+        assert checkpoint.notes(run.out_dir / run.checkpoints[-1])["micro_batch_tokens"] == noted
+        assert config_of(run)["micro_batch_tokens"] == (option or noted)
 
 
 def test_a_folder_in_use_and_a_checkpoint_that_does_not_exist_are_refused(launcher, straight, copied, tmp_path):

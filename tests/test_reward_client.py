@@ -318,7 +318,7 @@ def test_a_token_that_no_header_can_hold_is_not_shown():
 
 
 # of a Config, what completions depend on, and what they do not
-OPTIONS = dict(batch_size=2, group_size=2, seed=0, steps=5, reward_url="http://127.0.0.1:1")
+OPTIONS = dict(batch_size=2, group_size=2, seed=0, steps=5, reward_url="http://127.0.0.1:1", micro_batch_tokens=8192)
 Sampled = dataclasses.make_dataclass("Sampled", [(name, type(value), value) for name, value in OPTIONS.items()])
 
 
@@ -333,7 +333,8 @@ def test_an_unscored_rollout_comes_back_as_it_was_if_it_is_still_wanted(tmp_path
     assert unscored(None) is None and unscored(tmp_path) is None
     saved = batch.state_dict() | {"sampled_mask": torch.ones(4, 3)}  # a field of earlier versions
     checkpoint.save_file({f"rank0/{k}": v for k, v in saved.items()}, tmp_path / "rollout.safetensors")
-    for back in (unscored(tmp_path), unscored(tmp_path, steps=9, reward_url="http://127.0.0.1:2")):
+    changes = dict(steps=9, reward_url="http://127.0.0.1:2", micro_batch_tokens=0)
+    for back in (unscored(tmp_path), unscored(tmp_path, **changes)):
         for name, value in vars(batch).items():
             assert (value is None and getattr(back, name) is None) or torch.equal(getattr(back, name), value), name
     capsys.readouterr()

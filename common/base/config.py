@@ -79,12 +79,17 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
         SystemExit: code 2, for an invalid value or an unknown option; says what its name is here.
     """
     console.protect()
-    if not gc.isenabled():  # `answer_early` has paused it
+    collect_garbage()
+    parser = _parser(cls)
+    return _checked(parser, cls, _values(parser, argv))
+
+
+def collect_garbage() -> None:
+    """Ends the pause of garbage collection that `answer_early` begins."""
+    if not gc.isenabled():
         gc.freeze()  # what has been imported stays
         gc.enable()
         atexit.register(gc.unfreeze)  # or extension modules report their types as leaked
-    parser = _parser(cls)
-    return _checked(parser, cls, _values(parser, argv))
 
 
 def answer_early(script: dict[str, Any]) -> None:
@@ -92,7 +97,8 @@ def answer_early(script: dict[str, Any]) -> None:
 
     Defines the script's Config from its text, with what the script has imported so far and the
     classes of settings.py, and parses the command line. `parse` does it again at the end of the
-    script. If Config needs more than that, only `parse` answers. Garbage collection pauses until then.
+    script. If Config needs more than that, only `parse` answers. Garbage collection pauses until
+    `collect_garbage`, which `parse` calls, and `Run` for a script that has a Config of its own.
 
     Args:
         script: `globals()` of the script; nothing happens unless it runs as `__main__`.

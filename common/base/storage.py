@@ -33,8 +33,8 @@ def keep_compiled_code() -> None:
 
     A folder that TORCHINDUCTOR_CACHE_DIR names already stays as it is.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rl_hand" / "inductor"
-    with contextlib.suppress(OSError):  # a home that cannot be written: torch's choice will do
+    with contextlib.suppress(OSError, RuntimeError):  # a home that cannot be written, or none: torch's choice will do
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rl_hand" / "inductor"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))

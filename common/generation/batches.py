@@ -71,7 +71,7 @@ class Rollout:
         rows: [B] int64, on the CPU: place of each sequence in the rollout; parts of a batch keep it.
         group: [B] int64, on the CPU: rows with equal numbers have the same prompt; parts of a batch keep it.
         images: of the prompts, if the policy is given any.
-        drafted: [B] int64, on the CPU: tokens that stood in a draft; None if there were no drafts.
+        drafted: [B] int64, on the CPU: tokens that stood in a draft; None without the option `drafts`.
     """
 
     prompt_ids: torch.Tensor

@@ -183,8 +183,8 @@ class Sampler:
             torch.cat([part[k].to(home) for part in parts]).unflatten(0, (-1, group_size))[back].flatten(0, 1)
             for k in range(2)
         )
-        if not drafting:
-            return tokens_BC, logps_BC, None
+        if not drafting:  # a batch may get rows of others, so that all have counts or none
+            return tokens_BC, logps_BC, torch.zeros(len(tokens_BC), dtype=torch.long) if former else None
         drafted = torch.cat([engine.drafted for engine, _ in zip(engines, shares, strict=False)])
         return tokens_BC, logps_BC, drafted.unflatten(0, (-1, group_size))[back.cpu()].flatten()
 

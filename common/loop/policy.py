@@ -92,7 +92,7 @@ class Policy:
         """Whether the forward pass packs the sequences of a batch without padding.
 
         Args:
-            batch: all sequences of a step.
+            batch: all sequences of a step, or a micro-batch.
         """
         return self.wrapped[0].packs(batch.longest)
 

@@ -49,6 +49,7 @@ class Run:
             ValueError: an option does not fit the number of ranks, or there is no such checkpoint.
         """
         console.protect()
+        config.collect_garbage()  # where no command line was read
         self.cfg, self.gpus, self.limits = cfg, gpus, guards
         rank, self.num_ranks = distributed.start(gpus.home, timeout_minutes)
         _require_shares(cfg, self.num_ranks, timeout_minutes)
@@ -198,7 +199,7 @@ class Run:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Tokens of a micro-batch; a resumed run keeps them."""
+        """Tokens of a micro-batch; a resumed run keeps those that the plan chose."""
         return plan.micro_batch_tokens(self.cfg, self.plan)
 
     def save_due(self, step: int) -> bool:
@@ -211,7 +212,8 @@ class Run:
         Args:
             batch: completions of the next step that have no rewards yet.
         """
-        notes = {"data": self.prompts.fingerprint, "date": self.date, "micro_batch_tokens": self.micro_batch_tokens}
+        chosen = 0 if self.cfg.micro_batch_tokens else self.micro_batch_tokens
+        notes = {"data": self.prompts.fingerprint, "date": self.date, "micro_batch_tokens": chosen}
         with self.log.time_save(self.done):
             self.saved = checkpoint.save(
                 self.cfg.out_dir, self.done, self.policy.whole, self.tokenizer, self.optimizer, self.position, self.cfg,

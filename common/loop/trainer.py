@@ -76,7 +76,7 @@ class Trainer:
         self.cfg, self.policy, self.optimizer = cfg, policy, optimizer
         self.log = StepMetrics() if log is None else log
         tokens = planning.micro_batch_tokens(cfg, plan)
-        self.budget = Budget(tokens, str(plan), redo=not policy.sharded, release=release)
+        self.budget = Budget(tokens, str(plan), redo=not policy.sharded, release=release, packs=policy.packs)
 
     @property
     def micro_batch_tokens(self) -> int:

@@ -28,7 +28,7 @@ from common.training.optim import AdamW
 __all__ = ["find", "is_complete", "leave", "load", "newest", "notes", "pending_rollout", "reference", "save"]
 # Settings that may differ when a pending rollout is taken up: completions do not depend on them
 NOT_OF_ROLLOUT = ("reward_url", "reward_patience", "allow_reward_change", "out_dir", "resume", "steps", "save_every",
-                  "keep_checkpoints")  # fmt: skip
+                  "keep_checkpoints", "micro_batch_tokens")  # fmt: skip
 
 
 def save(

@@ -24,7 +24,14 @@ class Budget:
         tokens: prompt and completion tokens of a micro-batch, at most.
     """
 
-    def __init__(self, tokens: int, plan: str = "", redo: bool = True, release: Callable[[], None] | None = None):
+    def __init__(
+        self,
+        tokens: int,
+        plan: str = "",
+        redo: bool = True,
+        release: Callable[[], None] | None = None,
+        packs: Callable[[Any], bool] = lambda micro: True,
+    ):
         """Starts with the configured size.
 
         Args:
@@ -32,8 +39,10 @@ class Budget:
             plan: expected memory of the run, for the message when nothing helps.
             redo: compute a minibatch again after a failure; False where all ranks compute every micro-batch together.
             release: called after a failure, to free what can be made again: the cache of a sampler.
+            packs: whether a micro-batch is computed without padding, and the prompt of each group once.
         """
         self.tokens, self.plan, self.redo, self.release = tokens, plan, redo, release
+        self.packs = packs
         self._first, self._retried_alone = tokens, False
 
     def run(
@@ -90,16 +99,20 @@ class Budget:
                 self.release()
             empty_cache()
 
+    def _size(self, micro: Any) -> int:
+        """Tokens of the forward pass of a micro-batch."""
+        return micro.size if self.packs(micro) else len(micro) * micro.longest
+
     def _cut(self, micro: Any) -> list[Any]:
         """A micro-batch in halves, and those in halves, until they are small enough or single sequences."""
-        if len(micro) == 1 or micro.size <= self.tokens:
+        if len(micro) == 1 or self._size(micro) <= self.tokens:
             return [micro]
         return [part for half in micro.halves() for part in self._cut(half)]
 
     def _shrink(self, micro: Any, failure: str) -> None:
         """Lowers `tokens` after a failure; a single sequence gets one more attempt, with what `release` freed."""
         if len(micro) > 1:
-            size = min(self.tokens, micro.size)
+            size = min(self.tokens, self._size(micro))
             self.tokens = size // 2
             print_with_rank(f"out of memory with micro-batches of {size} tokens: now {self.tokens}; set "
                             f"micro_batch_tokens to {self.tokens} to begin with that")  # fmt: skip

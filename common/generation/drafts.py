@@ -97,13 +97,15 @@ def verify(
     """
     members = [(group, member) for group in groups for member in range(len(group.rows))]
     texts = [array("i", [token]) for token in runner.last_tokens(groups)]
-    drafted, widths = [0] * len(texts), [FIRST] * len(texts)
+    drafted, widths, ends = [0] * len(texts), [FIRST] * len(texts), set(runner.end.tolist())
     gained = WORTH * len(texts)
     while gained >= WORTH * len(texts):
         gained, drafts = 0, {}
         for i, (group, member) in enumerate(members):
             limit = min(len(texts[i]) + widths[i], runner.cache.space.tokens)
-            if len(texts[i]) < limit and (found := continuation(former[group.prompt], texts[i])):
+            if texts[i][-1] in ends or len(texts[i]) >= limit:
+                continue
+            if found := continuation(former[group.prompt], texts[i]):
                 drafts[i] = Draft(group, member, len(texts[i]), found[:limit])
         for part in _parts(drafts):
             results = runner.extend([drafts[i] for i in part], sampling)

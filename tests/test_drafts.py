@@ -103,6 +103,20 @@ def test_what_limits_completions_limits_drafts(options):
         assert_not_changed_by_drafts(sampler, former_of(generate(drafted_by, seed=seed)))
 
 
+def test_a_row_ends_at_an_end_token_or_stop_string_inside_its_draft():
+    options = OPTIONS | dict(end_ids=[999], max_new_tokens=60)
+    former = former_of(generate(Sampler([tiny("qwen2")], **options), temperature=0))
+    batch = assert_not_changed_by_drafts(
+        Sampler([tiny("qwen2")], **options | dict(end_ids=OPTIONS["end_ids"])), former, temperature=0
+    )
+    assert any(1 < n < 60 for n in batch.lengths.tolist())
+    sampler = Sampler([tiny("qwen2")], **options, stopping=Stopping(("cab",), Letters()))
+    half = [[ids[:50] for ids in group] for group in former]
+    _, steps = watched(sampler)
+    batch = generate(sampler, half, temperature=0)
+    assert batch.lengths.max() < 20 and not steps
+
+
 def test_replicas_draw_along_their_share_of_the_drafts():
     one = Sampler([tiny("qwen2")], **OPTIONS)
     two = Sampler([copy.deepcopy(tiny("qwen2")) for _ in range(2)], **OPTIONS)

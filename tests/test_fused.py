@@ -169,7 +169,7 @@ def reason(model: torch.nn.Module) -> str:
     return blocks.reason_of_parts(model.to(torch.bfloat16), attention.install(model))
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "smollm3"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "seed_oss"])
 def test_families_of_these_parts_are_served(kind):
     assert reason(build(kind)) == ""
 
@@ -177,6 +177,7 @@ def test_families_of_these_parts_are_served(kind):
 @pytest.mark.parametrize(("kind", "part"), [
     ("gemma", "activation is GELU"), ("gpt2", "decoder"), ("qwen3_moe", "linear layers"), ("phi3", "linear layers"),
     ("olmo2", "post_feedforward_layernorm"), ("olmo", "norms"), ("llama", "heads have 8 dimensions"),
+    ("cohere", "no post_attention_layernorm"),
 ])  # fmt: skip
 def test_families_of_other_parts_are_not_and_the_reason_names_the_part(kind, part):
     assert part in reason(families.build(kind))
@@ -198,3 +199,17 @@ def test_adapters_are_read_through_to_the_weights_that_they_are_merged_into():
     support = attention.install(wrapped)
     assert blocks.reason_of_parts(wrapped, support) == ""
     assert blocks.read(wrapped, support).blocks[0].q is inner
+
+
+def test_a_gpu_without_the_shared_memory_of_the_largest_tile_is_not_served(monkeypatch):
+    sizes = [
+        t.stages * (t.BM + t.BN * (2 if name == "gate_up" else 1)) * t.BK * 2
+        for name, (few, some, many) in tiles.TILES.items() for t in (few, *some, many)
+    ]  # fmt: skip
+    assert max(sizes) == tiles.SHARED_BYTES <= 163 * 2**10  # of an A100
+    model = types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    for size, reason in ((99 * 2**10, "160 KiB of shared memory"), (163 * 2**10, "float32")):
+        properties = types.SimpleNamespace(shared_memory_per_block_optin=size)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
+        assert reason in blocks.reason_against(model, None)

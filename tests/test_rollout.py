@@ -755,6 +755,14 @@ def test_rows_put_into_a_batch_are_those_of_the_other_and_the_rest_stays(lengths
     assert torch.equal(result.rollout_logps[0, :3], batch.rollout_logps[0, :3])
 
 
+def test_rows_with_drafts_and_rows_without_make_a_batch_without():
+    batch, other, row = make_batch([3, 5]), make_batch([2]), torch.tensor([0])
+    batch.drafted = torch.tensor([1, 2])
+    assert batch.put(row, other).drafted is other.put(row, batch.select(row)).drafted is None
+    other.drafted = torch.tensor([0])
+    assert batch.put(row, other).drafted.tolist() == [0, 2]
+
+
 class Letters:
     """Decodes every token to none, one, two or three of three letters, so that texts meet across tokens."""
 

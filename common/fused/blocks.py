@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from common.fused import tiles
 from common.model import attention
 from common.model.head import scale_of, softcap_of
 
@@ -75,6 +76,9 @@ def reason_against(model: PreTrainedModel, support: attention.Support) -> str:
         return "the package triton is missing"
     if model.device.type != "cuda" or torch.cuda.get_device_capability(model.device)[0] < 8:
         return "they need an NVIDIA GPU of compute capability 8"
+    properties = torch.cuda.get_device_properties(model.device)
+    if getattr(properties, "shared_memory_per_block_optin", 0) < tiles.SHARED_BYTES:  # AMD's have none
+        return f"they need a GPU with {tiles.SHARED_BYTES // 2**10} KiB of shared memory for a block of threads"
     return reason_of_parts(model, support)
 
 
@@ -97,6 +101,8 @@ def reason_of_parts(model: PreTrainedModel, support: attention.Support) -> str:
         adapters = tuple(f"{name}." for name in PRODUCTS)
         if odd := [name for name in names if name not in known and not name.startswith(adapters)]:
             return f"its blocks have a module {odd[0]}"
+        if lacking := [name for name in (*NORMS, *OTHERS) if name not in names]:
+            return f"its blocks have no {lacking[0]}"
         if type(names["mlp.act_fn"]).__name__ not in SILU:
             return f"its activation is {type(names['mlp.act_fn']).__name__}"
         if any(_bias(names, name) is not None for name in PRODUCTS[3:]):
@@ -107,8 +113,10 @@ def reason_of_parts(model: PreTrainedModel, support: attention.Support) -> str:
     if len({_eps(norm) for norm in norms}) > 1 or _eps(decoder.norm) is None:
         return "its norms differ"
     layer = support.layers[0]
-    if layer.head_size & (layer.head_size - 1) or not 16 <= layer.head_size <= 128 or layer.queries_per_key > 64:
+    if layer.head_size & (layer.head_size - 1) or not 16 <= layer.head_size <= 128:
         return f"its heads have {layer.head_size} dimensions"
+    if layer.queries_per_key > 64:
+        return f"{layer.queries_per_key} of its query heads share a key"
     return ""
 
 

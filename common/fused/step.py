@@ -107,7 +107,7 @@ class Step:
         self.HKV, self.queries, self.D = layer.num_heads, layer.queries_per_key, layer.head_size
         self.HQ, (self.V, self.H) = self.HKV * self.queries, self.weights.head.shape
         self.kinds = torch.zeros(self.V, dtype=torch.int8, device=self.device)
-        for ids, kind in ((end_ids, 2), (suppressed_ids, 1)):  # a tokenizer may have tokens that the model has not
+        for ids, kind in ((end_ids, 2), (suppressed_ids, 1)):  # a tokenizer may have tokens that the model lacks
             self.kinds[[i for i in ids if 0 <= i < self.V]] = kind
         self.compiled: set[tuple] = set()
         self.release()

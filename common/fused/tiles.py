@@ -47,6 +47,9 @@ TILES = {
     ),
     "head": (Tile(16, 128, 128, 1, 4, 3), 3 * (Tile(64, 128, 64, 1, 4, 4),), Tile(64, 128, 64, 1, 4, 4)),
 }
+# of the largest tile, "qkv" of many rows: inputs and weights of each stage, of 2 bytes; GPUs for
+# games have less, and would fail in the middle of a run, with the first batch of so many rows
+SHARED_BYTES = 5 * (64 + 64) * 128 * 2
 
 
 def tile(name: str, b: int, H: int) -> Tile:

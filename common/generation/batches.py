@@ -238,8 +238,11 @@ class RolloutBatch(Rollout):
             new = getattr(other, name)
             if name == "group":
                 new = new + own.max() + 1
-            if name in ("rows", "replica") or own is None:
+            if name in ("rows", "replica"):
                 fields[name] = own
+                continue
+            if own is None or new is None:  # `drafted`, where only some rows had drafts
+                fields[name] = None
                 continue
             if name == "images":
                 fields[name] = own.put(rows, new)

@@ -1,13 +1,13 @@
 """Drafts: a prompt's completions of the last pass over the data, tried as completions of this pass.
 
-Every token has its own random number, which alone decides what is drawn from the distribution at
-its place. One forward pass over a draft gives the distributions at all of its places, so it draws
-all tokens up to the first that differs from the draft. What is drawn does not depend on the draft:
-completions are those of decoding token by token, up to rounding, from the policy as it is.
+Every token has its own random number, which picks the token from the distribution at its place. One
+forward pass over a draft gives the distributions at all of its places, and so all tokens up to the
+first that differs from the draft. The draft does not influence what is drawn: up to rounding, the
+completions are those that the current policy gives token by token.
 
-SPEC-RL (arXiv 2509.23232) keeps a draft's token with probability min(1, p_new / p_old) instead, and
-keeps more. But the policy was trained on the draft: tokens that are kept by a random number that
-the policy has seen are no samples of the policy as it is.
+SPEC-RL (arXiv 2509.23232) keeps a token of a draft with probability min(1, p_new / p_old) instead,
+and so keeps more. But the policy was trained on the draft: its new probabilities depend on the
+tokens that are tested with them, so what is kept is not a sample of the current policy.
 
 Dims: P prompts, G completions per prompt.
 """
@@ -23,12 +23,13 @@ from common.generation.scheduler import PREFILL_TOKENS, Draft, Group
 from common.maths.sampling import Sampling
 
 MOST_TOKENS = 2**28  # kept of all prompts together: 1 GiB
-FIRST, LONGER = 16, 4  # tokens that a first draft tries; a later one: this many times those drawn along the last
-WORTH = 8  # tokens per row that a pass must draw, in the mean, for another to follow: it costs several decode steps
+FIRST = 16  # tokens that the first draft of a row tries
+LONGER = 4  # a later draft tries this many times the tokens drawn along the one before it
+WORTH = 8  # another pass follows if one drew this many tokens per row on average: it costs several decode steps
 
 
 class Former:
-    """Completions of each prompt from its last pass; in memory only, so a resumed run begins without."""
+    """Completions of each prompt from its last pass; in memory only, so a resumed run begins with none."""
 
     def __init__(self, most_tokens: int = MOST_TOKENS):
         """Starts without completions; the oldest go when there are more than `most_tokens` tokens."""
@@ -36,10 +37,10 @@ class Former:
         self._by_prompt: dict[Hashable, list[array]] = {}
 
     def of(self, prompts: Sequence[Hashable]) -> list[list[array]]:
-        """Completions of each prompt in lexical order, none of a prompt that is new.
+        """Completions of each prompt in lexical order; none for a new prompt.
 
         Args:
-            prompts: what they are known by, such as the number of their row in the data.
+            prompts: their keys, such as row numbers in the data.
         """
         return [self._by_prompt.get(prompt, []) for prompt in prompts]
 
@@ -71,7 +72,7 @@ def continuation(former: Sequence[array], text: array) -> array | None:
         text: token ids.
 
     Returns:
-        The middle one of several, for where more than half of them go on alike, it does too.
+        The middle one of several: if more than half of them go on alike, it is one of those.
     """
     first = bisect_right(former, text)
     last = bisect_right(former, text, lo=first, key=lambda ids: ids[: len(text)])
@@ -83,8 +84,8 @@ def verify(
 ) -> tuple[list[int], list[int]]:
     """Draws tokens of rows along their prompts' former completions, in a few forward passes.
 
-    Drafts grow as long as they are right. After a token that differs, another former completion may
-    go on with it, and is the next draft.
+    Drafts grow while they are right. After a token that differs, another former completion that
+    begins with the new text is the next draft.
 
     Args:
         runner: holds the rows.
@@ -97,13 +98,15 @@ def verify(
     """
     members = [(group, member) for group in groups for member in range(len(group.rows))]
     texts = [array("i", [token]) for token in runner.last_tokens(groups)]
-    drafted, widths = [0] * len(texts), [FIRST] * len(texts)
+    drafted, widths, ends = [0] * len(texts), [FIRST] * len(texts), set(runner.end.tolist())
     gained = WORTH * len(texts)
     while gained >= WORTH * len(texts):
         gained, drafts = 0, {}
         for i, (group, member) in enumerate(members):
             limit = min(len(texts[i]) + widths[i], runner.cache.space.tokens)
-            if len(texts[i]) < limit and (found := continuation(former[group.prompt], texts[i])):
+            if texts[i][-1] in ends or len(texts[i]) >= limit:
+                continue
+            if found := continuation(former[group.prompt], texts[i]):
                 drafts[i] = Draft(group, member, len(texts[i]), found[:limit])
         for part in _parts(drafts):
             results = runner.extend([drafts[i] for i in part], sampling)

@@ -149,7 +149,7 @@ class Engine:
                 schedule.step += steps
                 yield
                 if stopping:
-                    runner.stop(rows, stopping, steps + 1)
+                    runner.stop(rows, stopping, steps + 1 + max(ahead, default=0))
                 kept = schedule.close_gaps(runner.done(rows))
                 if kept is not None:
                     runner.keep(kept, rows)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from common.fused import blocks
-from common.fused.tiles import SOME, is_large, tile
+from common.fused.tiles import SOME, Tile, is_large, tile
 from common.maths.sampling_options import Sampling
 from common.model import attention
 from common.model.head import mm
@@ -111,8 +111,11 @@ class Step:
             self.kinds[[i for i in ids if 0 <= i < self.V]] = kind
         self.compiled: set[tuple] = set()
         self.release()
-        # kernels may begin before the one before them has ended
-        self.overlap = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] >= 9
+        self.overlap, self.shared = False, 2**30  # in Triton's interpreter
+        if self.device.type == "cuda":
+            # kernels may begin before the one before them has ended
+            self.overlap = torch.cuda.get_device_capability(self.device)[0] >= 9
+            self.shared = torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin
 
     def reserve(self, rows: int, positions: int) -> bool:
         """Makes room for a rollout.
@@ -239,10 +242,10 @@ class Step:
         return self.buffers.scaled, self.buffers.squares, self.num_squares, len(self.buffers.x)
 
     def _most_squares(self, b: int) -> int:
-        return triton.next_power_of_2(triton.cdiv(self.H, min(tile(name, b, self.H).BN for name in ("o", "down"))))
+        return triton.next_power_of_2(triton.cdiv(self.H, min(self._tile(name, b).BN for name in ("o", "down"))))
 
     def _qkv(self, b: int, block: blocks.Block) -> None:
-        NQ, NKV, t, out = self.HQ * self.D, self.HKV * self.D, tile("qkv", b, self.H), self.buffers.qkv
+        NQ, NKV, t, out = self.HQ * self.D, self.HKV * self.D, self._tile("qkv", b), self.buffers.qkv
         if is_large(b, block.q.numel()):
             self._normalize(b)
             products = zip((0, NQ, NQ + NKV), (block.q, block.k, block.v), block.biases or 3 * (None,), strict=True)
@@ -274,7 +277,7 @@ class Step:
         )  # fmt: skip
 
     def _linear_add(self, name: str, b: int, a: torch.Tensor, weight: torch.Tensor, norm: torch.Tensor) -> None:
-        (N, K), t, padded = weight.shape, tile(name, b, self.H), len(self.buffers.x)
+        (N, K), t, padded = weight.shape, self._tile(name, b), len(self.buffers.x)
         if is_large(b, N * K):
             product = torch.mm(a[:b], weight.t(), out=self.buffers.normed[:b])
             BM, BN = ADD_TILE
@@ -291,7 +294,7 @@ class Step:
         )  # fmt: skip
 
     def _gate_up(self, b: int, block: blocks.Block) -> None:
-        (N, K), t, buffers = block.gate.shape, tile("gate_up", b, self.H), self.buffers
+        (N, K), t, buffers = block.gate.shape, self._tile("gate_up", b), self.buffers
         if is_large(b, N * K):
             self._normalize(b)
             torch.mm(buffers.normed[:b], block.gate.t(), out=buffers.gate[:b])
@@ -305,7 +308,7 @@ class Step:
         )  # fmt: skip
 
     def _head(self, b: int, table: torch.Tensor, sampling: Sampling) -> None:
-        t, w, buffers, temperature = tile("head", b, self.H), self.weights, self.buffers, sampling.temperature or 1.0
+        t, w, buffers, temperature = self._tile("head", b), self.weights, self.buffers, sampling.temperature or 1.0
         of_draw = buffers.tops, buffers.sums, self.kinds, table, table.shape[1]
         if b > SOME:
             self._normalize(b, w.logit_scale)
@@ -325,6 +328,9 @@ class Step:
         width = triton.next_power_of_2(self.H)
         out, eps = self.buffers.normed, self.weights.eps
         self._launch(kernels.normalize, (b,), *self._input, out, eps, factor, self.H, width, self._most_squares(b))
+
+    def _tile(self, name: str, b: int) -> Tile:
+        return tile(name, b, self.H, self.shared)
 
     # ---- launches ----
 

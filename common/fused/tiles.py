@@ -47,21 +47,23 @@ TILES = {
     ),
     "head": (Tile(16, 128, 128, 1, 4, 3), 3 * (Tile(64, 128, 64, 1, 4, 4),), Tile(64, 128, 64, 1, 4, 4)),
 }
-# of the largest tile, "qkv" of many rows: inputs and weights of each stage, of 2 bytes; GPUs for
-# games have less, and would fail in the middle of a run, with the first batch of so many rows
-SHARED_BYTES = 5 * (64 + 64) * 128 * 2
+SHARED_BYTES = 96 * 2**10  # shared memory of a block of threads that all kernels need; consumer cards have 99 KiB
 
 
-def tile(name: str, b: int, H: int) -> Tile:
-    """The tile of a kernel.
+def tile(name: str, b: int, H: int, shared: int) -> Tile:
+    """The tile of a kernel, with as many stages as fit.
 
     Args:
         name: key of TILES.
         b: rows.
         H: of the model.
+        shared: memory of a block of threads, bytes; SHARED_BYTES at least.
     """
     few, some, many = TILES[name]
-    return few if b <= FEW else some[bisect.bisect_right(SIZES, H)] if b <= SOME else many
+    found = few if b <= FEW else some[bisect.bisect_right(SIZES, H)] if b <= SOME else many
+    weights = 2 if name == "gate_up" else 1
+    stage = 2 * (found.BM + weights * found.BN) * found.BK
+    return found._replace(stages=min(found.stages, shared // stage))
 
 
 def is_large(b: int, NK: int) -> bool:

@@ -1,4 +1,4 @@
-"""Mutation test: puts 69 small faults into copies of this project, one at a time, and runs the tests on each.
+"""Mutation test: puts 78 small faults into copies of this project, one at a time, and runs the tests on each.
 
 Run:  python scripts/dev/mutate.py --out faults.md                  all faults, each against the fast tier
       python scripts/dev/mutate.py --out faults.md --first-only     only the test files named with each fault
@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-NEEDED = 62
+NEEDED = 70
 FIRST_LIMIT, REST_LIMIT = 900, 7200  # seconds; a run that takes longer counts as hanging
 # these compare text, so they find every edit, whatever its effect
 NO_PROOF = ("tests/test_copies.py", "tests/test_tools.py::test_every_fault_has_its_place_and_its_tests")
@@ -88,6 +88,23 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("drop-forgets", "mask", "common/generation/batches.py", "self.trained = self.trained & ~rows",
      "self.trained = ~rows", "rollout"),
     ("image-positions", "swap", "common/model/images.py", "start += max(h, w)", "start += min(h, w)", "images"),
+    # prompts shared in the update, drafts, fused steps
+    ("shared-last-state", "off by one", "common/model/logprobs.py", "head_m[nth_m] + prompt_m - 1",
+     "head_m[nth_m] + prompt_m - 2", "logprobs"),
+    ("shared-mask", "off by one", "common/model/attention.py", ".tril(read - own)", ".tril(read - own - 1)",
+     "attention logprobs"),
+    ("shared-positions", "off by one", "common/model/logprobs.py", "position_M + left_m[nth_M]", "position_M",
+     "logprobs"),
+    ("draft-one-too-many", "off by one", "common/generation/runner.py", "kept = number < new[row]",
+     "kept = number <= new[row]", "drafts"),
+    ("draft-random-numbers", "swap", "common/generation/runner.py", "self.uniforms[where[part]], count[part]",
+     "self.uniforms[part], count[part]", "drafts"),
+    ("fused-positions", "off by one", "common/fused/kernels.py", "row) + prompt + old\n", "row) + prompt + old + 1\n",
+     "fused"),
+    ("fused-merge", "factor", "common/fused/kernels.py", "        total += weight\n", "        total += 1\n", "fused"),
+    ("fused-squares", "mask", "common/fused/kernels.py", "squares + t[None, :] * padded + m[:, None]",
+     "squares + 0 * t[None, :] * padded + m[:, None]", "fused"),
+    ("reserve-of-memory", "check", "common/planning/plan.py", "times(2).fits(room)", "times(2).fits()", "plan"),
     # models of any family: the path they decode on, and states of hybrids
     ("any-path", "check", "common/generation/paths.py", "        if not failure:\n", "        if True:\n", "contract"),
     ("best-prompt", "swap", "common/generation/contract.py", "torch.stack(by_prompt).amax()",

@@ -211,6 +211,5 @@ def test_tiles_fit_into_the_shared_memory_of_a_gpu_and_a_gpu_with_less_is_not_se
     model = types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     for size, reason in ((64 * 2**10, "96 KiB of shared memory"), (99 * 2**10, "float32")):
-        properties = types.SimpleNamespace(shared_memory_per_block_optin=size)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
+        monkeypatch.setattr(blocks, "shared_memory", lambda device, found=size: found)
         assert reason in blocks.reason_against(model, None)

@@ -76,10 +76,18 @@ def reason_against(model: PreTrainedModel, support: attention.Support) -> str:
         return "the package triton is missing"
     if model.device.type != "cuda" or torch.cuda.get_device_capability(model.device)[0] < 8:
         return "they need an NVIDIA GPU of compute capability 8"
-    properties = torch.cuda.get_device_properties(model.device)
-    if getattr(properties, "shared_memory_per_block_optin", 0) < tiles.SHARED_BYTES:  # AMD's have none
+    if shared_memory(model.device) < tiles.SHARED_BYTES:
         return f"they need a GPU with {tiles.SHARED_BYTES // 2**10} KiB of shared memory for a block of threads"
     return reason_of_parts(model, support)
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a block of threads may have.
+
+    Args:
+        device: a GPU.
+    """
+    return triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
 
 
 def reason_of_parts(model: PreTrainedModel, support: attention.Support) -> str:

@@ -115,7 +115,7 @@ class Step:
         if self.device.type == "cuda":
             # kernels may begin before the one before them has ended
             self.overlap = torch.cuda.get_device_capability(self.device)[0] >= 9
-            self.shared = torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin
+            self.shared = blocks.shared_memory(self.device)
 
     def reserve(self, rows: int, positions: int) -> bool:
         """Makes room for a rollout.

@@ -162,6 +162,11 @@ class Step:
         )  # fmt: skip
 
     @property
+    def bytes(self) -> int:
+        """Memory of the buffers as allocated."""
+        return sum(buffer.nbytes for buffer in self.buffers or ())
+
+    @property
     def bytes_per_row(self) -> int:
         """Memory of a row of the batch, logits excluded."""
         half = 4 * self.H + (2 * self.HQ + 2 * self.HKV) * self.D + 3 * self.weights.blocks[0].gate.shape[0]

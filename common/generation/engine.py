@@ -186,9 +186,10 @@ class Engine:
             return Space(rows, max(rows, SMALLEST_BATCH), num_prompts, group_size, longest, new_tokens)
 
         if self.device.type == "cuda":
-            free = devices.free_bytes(self.device) + self.cache_bytes  # the cache can be allocated anew
-            vocabulary = self.model.get_output_embeddings().weight.shape[0]
             states, fused = self.runner.states.bytes_per_row, self.runner.fused
+            held = self.cache_bytes + (fused.bytes if fused else 0)  # can be allocated anew
+            free = devices.free_bytes(self.device) + held
+            vocabulary = self.model.get_output_embeddings().weight.shape[0]
             buffers = fused.bytes_per_row if fused else 0
 
             def needed(groups: int) -> int:

@@ -27,7 +27,8 @@ last cycle, before it writes a checkpoint. Columns:
                 T = prompt + completion tokens takes 6 * (parameters without embedding and head) * all tokens
                 + 6 * head parameters * completion tokens + 6 * layers * heads * head_dim * (sum of T^2 over the
                 sequences), with the experts that a token goes through and the layers of attention alone;
-                recomputation does not count. A teacher, whose head is applied in the update, adds
+                recomputation does not count, and a prompt counts once per completion, though it is computed once
+                per group. A teacher, whose head is applied in the update, adds
                 2 * parameters of that head * completion tokens
   length, GiB   mean tokens of a completion; peak memory allocated by tensors on the fullest GPU, after --warmup
   mismatch      rollout_mismatch of metrics.jsonl: the rollout's log-probabilities beside those of the update

@@ -158,6 +158,19 @@ def test_a_weight_that_is_not_finite_is_found(value):
     assert not healthy
 
 
+def test_parameters_that_were_replaced_are_read_again():
+    model = build("llama")
+    batch, other = Batch(model, (5,), [1, 2], 2), build("llama", initializer_range=0.03)
+    fused = batch.step()
+    for name, weight in other.named_parameters():
+        module, _, last = name.rpartition(".")
+        setattr(model.get_submodule(module), last, torch.nn.Parameter(weight.detach().clone()))
+    fused.read()
+    batch = Batch(model, (5,), [1, 2], 2)
+    logits = fused.logits(2, batch.state.table, batch.cache, Sampling())
+    assert (logits - batch.expected).abs().max() < 1e-5 * batch.expected.abs().max()
+
+
 def test_other_distributions_are_left_to_the_runner():
     fused = step.Step.__new__(step.Step)
     assert fused.draws(Sampling(0.5, min_new_tokens=3)) and fused.draws(Sampling(0.0))

@@ -102,8 +102,8 @@ class Step:
             end_ids: every token that ends a completion.
             suppressed_ids: tokens that are never drawn.
         """
-        self.model, self.device, self.weights = model, model.device, blocks.read(model, support)
-        layer = support.layers[0]
+        self.model, self.support, self.device, layer = model, support, model.device, support.layers[0]
+        self.read()
         self.HKV, self.queries, self.D = layer.num_heads, layer.queries_per_key, layer.head_size
         self.HQ, (self.V, self.H) = self.HKV * self.queries, self.weights.head.shape
         self.kinds = torch.zeros(self.V, dtype=torch.int8, device=self.device)
@@ -116,6 +116,10 @@ class Step:
             # kernels may begin before the one before them has ended
             self.overlap = torch.cuda.get_device_capability(self.device)[0] >= 9
             self.shared = blocks.shared_memory(self.device)
+
+    def read(self) -> None:
+        """Finds the weights again, if parameters have been replaced or moved."""
+        self.weights = blocks.read(self.model, self.support)
 
     def reserve(self, rows: int, positions: int) -> bool:
         """Makes room for a rollout.

@@ -123,6 +123,8 @@ class Runner:
         addresses = tuple(p.data_ptr() for p in self.model.parameters())
         if moved or addresses != self.parameter_addresses:
             self.graphs, self.graph_memory, self.parameter_addresses = {}, None, addresses
+            if self.fused:
+                self.fused.read()
         self.uniforms[:total] = uniforms.flatten().to(self.device)
         self.head_weight = wide_weight(self.model)
         self.out_tokens.fill_(-1)

@@ -368,6 +368,9 @@ class SdpaCache:
     """One cache row per row of the batch, prompt and completion side by side, read by PyTorch's own attention.
 
     A step reads as much of the cache as the longest row needs, which the host has to know: it cannot be a CUDA graph.
+
+    Attributes:
+        filled: places of a cache row, from the first on, that any row has written to in this rollout.
     """
 
     kind = "sdpa"
@@ -379,8 +382,8 @@ class SdpaCache:
 
     @property
     def row_tensors(self) -> list[torch.Tensor]:
-        """Keys and values of all layers."""
-        return [tensor for pool in self.pools for tensor in pool]
+        """Keys and values of all layers, as far as they are filled."""
+        return [tensor[:, :, : self.filled] for pool in self.pools for tensor in pool]
 
     def bytes(self, space: Space) -> int:
         """See `Cache.bytes`."""
@@ -388,7 +391,7 @@ class SdpaCache:
 
     def reserve(self, space: Space) -> bool:
         """See `Cache.reserve`."""
-        self.space = space
+        self.space, self.filled = space, 0
         rows, length = space.rows, space.longest + space.tokens
         if self.pools and self.pools[0][0].shape[0] >= rows and self.pools[0][0].shape[2] >= length:
             return False
@@ -412,6 +415,7 @@ class SdpaCache:
 
     def prefill(self, groups: list[Group]) -> SdpaPrefill:
         """See `Cache.prefill`."""
+        self.filled = max(self.filled, *(group.length for group in groups))
         path = SdpaPrefill.of([group.length for group in groups], self.device)
         path.rows = [group.places for group in groups]
         return path
@@ -419,6 +423,7 @@ class SdpaCache:
     def extend(self, drafts: list[Draft]) -> Extension:
         """See `Cache.extend`."""
         ends = torch.tensor([draft.group.length + len(draft.tokens) - 1 for draft in drafts])
+        self.filled = max(self.filled, int(ends.max()))
         new, rows = torch.tensor([draft.new for draft in drafts]), torch.tensor([draft.place for draft in drafts])
         write, read = (
             (rows.repeat_interleave(counts), slice(None), torch.cat([torch.arange(end - n, end) for end, n in spans]))
@@ -434,6 +439,7 @@ class SdpaCache:
         """See `Cache.decode`."""
         write = start + count - 1
         length = min(longest + 1, self.pools[0][0].shape[2])  # a row that has ended stays where it is
+        self.filled = max(self.filled, length)
         seen = torch.arange(length, device=self.device) <= write[:, None]
         return SdpaDecode(self.rows, write, seen[:, None, None])
 

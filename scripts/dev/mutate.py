@@ -1,4 +1,4 @@
-"""Mutation test: puts 78 small faults into copies of this project, one at a time, and runs the tests on each.
+"""Mutation test: puts 79 small faults into copies of this project, one at a time, and runs the tests on each.
 
 Run:  python scripts/dev/mutate.py --out faults.md                  all faults, each against the fast tier
       python scripts/dev/mutate.py --out faults.md --first-only     only the test files named with each fault
@@ -81,6 +81,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "(tokens == self.end[0])", "rollout"),
     ("cache-keeps-keys", "sync", "common/generation/runner.py", "[*self.cache.row_tensors, *self",
      "[*self.cache.row_tensors[:1], *self", "engine"),
+    ("cache-moves-too-little", "off by one", "common/generation/cache.py", "tensor[:, :, : self.filled]",
+     "tensor[:, :, : self.filled - 2]", "engine"),
     ("cache-mask", "off by one", "common/generation/cache.py", "device=self.device) <= write[:, None]",
      "device=self.device) < write[:, None]", "engine"),
     ("text-cut-off", "off by one", "common/generation/batches.py", "text = decode(ids[:-1])",

@@ -272,7 +272,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_batch(launcher, t
         batch = load_file(path)
         # all micro-batches of the step: the loop asks once per rollout, and any of them may have been at fault
         rows = [batch[f"micro{i}/rows"].tolist() for i in range(sum(name.endswith("/rows") for name in batch))]
-        assert sorted(chain(*rows)) == list(range(16 // ranks)) and len(rows) > 2
+        assert sorted(chain(*rows)) == list(range(16 // ranks)) and len(rows) >= 2
         assert {f"micro{i}/ref_logps" for i in range(len(rows))} < batch.keys()
 
 

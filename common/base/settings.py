@@ -55,7 +55,7 @@ class Settings:
     top_p: float = 1.0  # nucleus sampling: keep the likeliest tokens up to this probability; below 1 biases ratios
     top_k: int = 0  # sample from this many of the likeliest tokens; 0: all; otherwise biases ratios
     min_p: float = 0.0  # drop tokens below this fraction of the top token's probability; above 0 biases ratios
-    drafts: bool = False  # a prompt's completions of its last pass are drafts of its new ones: same samples, faster
+    drafts: bool = False  # try a prompt's completions of its last pass as its new ones; the samples stay the same
     rollout_batch: int = 0  # completions sampled at once per GPU, at least one group; 0: as many as memory holds
 
     micro_batch_tokens: int = 0  # tokens of a forward pass; changes memory and speed only; 0: as many as fit, to 32768

@@ -1,4 +1,5 @@
-"""Decode steps of Llama-like models, as five Triton kernels per block; docs/decoding.md explains them.
+"""Decode steps of Llama-like models in Triton: five kernels per block; see docs/decoding.md.
 
-May import: base, maths, tasks, model. Start with step.py (the order of the kernels), then kernels.py.
+May import: base, maths, tasks, model. Start with step.py (the order of the kernels), then
+kernels.py.
 """

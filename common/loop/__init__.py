@@ -1,8 +1,8 @@
 """The parts of a training script: policy, reference, sampler, scorer, trainer, run, options.
 
-May import: base, maths, tasks, model, fused, generation, training, run, distill, planning. Start with
-gspo/gspo.py, which uses most of them, then policy.py and trainer.py. Distillation adds student.py
-and offloading.py; similarity groups add similar.py.
+May import: base, maths, tasks, model, fused, generation, training, run, distill, planning. Start
+with gspo/gspo.py, which uses most of them, then policy.py and trainer.py. Distillation adds
+student.py and offloading.py; similarity groups add similar.py.
 """
 
 from common.base.settings import PromptSettings, RewardSettings, RLSettings, Settings

@@ -214,6 +214,8 @@ time.sleep(60)  # it would save now
 # what TRL measures of the first cycles
 PEER = """
 import json, os, pathlib, sys
+written = json.loads((pathlib.Path(__file__).parents[2] / "new" / "speed.json").read_text())["settings"]
+assert "numbers" in written[-1], "a benchmark that is cut off now would lose our side"
 if "--vllm" in sys.argv:
     assert os.environ["PYTHONPATH"].split(":")[0].endswith("site") and os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
 if "--bf16_weights" in sys.argv:

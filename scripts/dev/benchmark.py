@@ -60,7 +60,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -392,8 +392,27 @@ def read_steps(out_dir: Path) -> list[dict]:
     return [line for line in lines if "seconds" in line]  # not those of evaluations
 
 
-def measure(name: str, setting: Setting, args: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
-    """Measures a setting and its baselines and peers; one of these that fails leaves {"error": text}."""
+def measure(
+    name: str,
+    setting: Setting,
+    args: argparse.Namespace,
+    extra: list[str],
+    result: dict[str, Any],
+    save: Callable[[], None],
+) -> dict[str, Any]:
+    """Measures a setting and its baselines and peers; one of these that fails leaves {"error": text}.
+
+    Args:
+        name: of the setting.
+        setting: what to measure.
+        args: of the command line.
+        extra: arguments for our script.
+        result: gets what our script, "generate" and each peer measured.
+        save: called after each of them, so that a run that is cut off keeps what it has measured.
+
+    Returns:
+        The result.
+    """
     (Path(args.work_dir) / "runs").mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=Path(args.work_dir) / "runs"))
     shortest, longest = {"fixed": (setting.new_tokens,) * 2, "geometric": (setting.shortest, setting.longest),
@@ -442,11 +461,13 @@ def measure(name: str, setting: Setting, args: argparse.Namespace, extra: list[s
     numbers["seconds_wall"] = statistics.median(map(operator.sub, ends[1:], ends))
     numbers["seconds_first_step"], numbers["planned_gib"] = lines[0]["seconds"], planned
     numbers["seconds_start"] = arrivals[0] - began - lines[0]["seconds"]
-    result = {"command": shlex.join(command), "config": cfg, "shape": vars(shape), "numbers": numbers, "lines": lines}
+    result |= {"command": shlex.join(command), "config": cfg, "shape": vars(shape), "numbers": numbers, "lines": lines}
     result |= {"teacher_shape": vars(other)} if other else {}
+    save()
     if args.baseline:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # frees its memory when it ends
             result["generate"] = attempt(pool.submit(time_generate, cfg, prompts, shortest).result)
+        save()
     for peer in args.peer:
         result[peer] = attempt(run_peer, peer, setting, cfg, shortest, args, folder)
         if teacher and "error" not in result[peer]:
@@ -455,6 +476,7 @@ def measure(name: str, setting: Setting, args: argparse.Namespace, extra: list[s
             add_memory(result[peer], resident_bytes(shape.parameters, other.parameters, width, width, theirs))
             at_once = result[peer]["fields"]["per_device_train_batch_size"]
             result[peer]["forward_tokens"] = forward_tokens(setting, at_once)
+        save()
     return result
 
 
@@ -568,7 +590,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Setting], list
         help=f"settings to measure, in this order: {', '.join(SETTINGS)} (default: qwen0.5b-8x8)")  # fmt: skip
     add("--steps", type=int, default=6, help="cycles, including --warmup (default: %(default)s)")
     add("--warmup", type=int, default=2, help="first cycles that are not counted (default: %(default)s)")
-    add("--out", default="", help="JSON file for all measurements, updated after each setting")
+    add("--out", default="", help="JSON file for all measurements, updated after each process")
     add("--baseline", choices=["generate"], help="also time transformers' model.generate")
     add("--peer", nargs="+", default=[], choices=PEERS, help="also time TRL's GRPOTrainer, or with a teacher its "
         "GKDTrainer: trl keeps fp32 weights under bf16 autocast, its default; trl_bf16 has weights and optimizer "
@@ -622,12 +644,17 @@ def main(argv: list[str] | None = None) -> int:
     args, settings, extra = parse(argv)
     command, results = shlex.join(["python", "scripts/dev/benchmark.py", *argv]), []
     written = {"command": command, "machine": machine(), "settings": results}
-    for name, setting in settings.items():
-        print(f"{name}: {args.steps} cycles", flush=True)
-        results.append({"name": name, "setting": vars(setting), **attempt(measure, name, setting, args, extra)})
+
+    def save() -> None:
         if args.out:
             Path(args.out).parent.mkdir(parents=True, exist_ok=True)
             Path(args.out).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+
+    for name, setting in settings.items():
+        print(f"{name}: {args.steps} cycles", flush=True)
+        results.append({"name": name, "setting": vars(setting)})
+        results[-1].update(attempt(measure, name, setting, args, extra, results[-1], save))
+        save()
     about = ", ".join(f"{name} {value}" for name, value in written["machine"].items() if value is not None)
     print(f"\n{report(results)}\n\n{about}\n{command}")
     parts = [part for result in results for part in (result, *result.values()) if isinstance(part, dict)]

@@ -70,6 +70,8 @@ WORKS = {
     "32x8-p128": Work(32, 8, 128, 256),
     "32x8-p256": Work(32, 8, 256, 256),
     "8x8-mixed": Work(8, 8, 128, 256, 1024),
+    "8x8-p4096": Work(8, 8, 4096, 256),
+    "8x8-n4096": Work(8, 8, 128, 4096),
     "tiny": Work(2, 4, 8, 8),
     "tiny-mixed": Work(2, 4, 8, 16, 48),
 }
@@ -277,7 +279,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add = parser.add_argument
     add("shapes", nargs="+", choices=base.SHAPES, metavar="SHAPE", help=f"of: {', '.join(base.SHAPES)}")
-    usual = [name for name in WORKS if "tiny" not in name]
+    usual = [name for name in WORKS if "tiny" not in name and "4096" not in name]
     add("--works", nargs="+", default=usual, choices=WORKS, metavar="NAME",
         help=f"of: {', '.join(WORKS)} (default: {' '.join(usual)})")  # fmt: skip
     add("--repetitions", type=int, default=5, help="rollouts of each work, with --warmup (default: %(default)s)")

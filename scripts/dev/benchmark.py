@@ -79,6 +79,7 @@ from benchmark_base import (
     attempt,
     card,
     decode_bytes,
+    keep,
     machine,
     make_model,
     make_tokenizer,
@@ -176,7 +177,7 @@ def make_embedder(work_dir: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
         for part in (XLMRobertaModel(cfg).half(), tokenizer):
             part.save_pretrained(Path(unfinished) / folder.name)
-        os.replace(Path(unfinished) / folder.name, folder)
+        keep(Path(unfinished) / folder.name, folder)
     return folder
 
 

@@ -114,8 +114,17 @@ def make_model(name: str, num_ends: int, work_dir: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
         for part in (model, make_tokenizer(cfg.vocab_size)):
             part.save_pretrained(Path(unfinished) / folder.name)
-        os.replace(Path(unfinished) / folder.name, folder)
+        keep(Path(unfinished) / folder.name, folder)
     return folder
+
+
+def keep(unfinished: Path, folder: Path) -> None:
+    """Moves a finished folder to its place, unless another process was faster."""
+    try:
+        os.replace(unfinished, folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
 
 
 def write_prompts(path: Path, rows: int, prompt_tokens: int, vocabulary: int) -> None:

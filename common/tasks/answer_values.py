@@ -4,6 +4,7 @@ What is none of these is prose and no value, and so is a negated text ("not 18")
 alternatives ("18 or 19") is a list, so it never equals one of them.
 """
 
+import functools
 import itertools
 import re
 from fractions import Fraction
@@ -121,7 +122,7 @@ _UNIT_TEXT = re.compile(r"(?:[^\W\d]|[ /.$%\u20ac\xa3\xa5\u20b9'\-\u4e00-\u9fff]
 _PLAIN_UNITS = re.compile(r"(?:(?:sq(?:uare|\.)?|cu(?:bic|\.)?) )?units?(?: (?:squared|cubed))?")
 _COMPOUND = re.compile(r",? ?(?:and )?(\d+(?:\.\d+)?) ?")  # the 30 of 2 hours and 30 minutes
 _WITH_BASE = re.compile(r"(\d\w*?)_(?:(\d+)|\{ ?(\d+) ?\})")  # 101_2 is not 101_3
-MAX_READ = 2000  # characters; a longer answer is compared as text
+MAX_READ = 1000  # characters; a longer answer is compared as text
 
 
 def digits(text: str, *, everywhere: bool = True) -> str:
@@ -129,6 +130,7 @@ def digits(text: str, *, everywhere: bool = True) -> str:
     return answer_words.to_digits(answer_chinese.to_ascii(text, everywhere=everywhere), everywhere=everywhere)
 
 
+@functools.lru_cache(maxsize=4096)  # extraction reads a text up to three times
 def read(text: str) -> Answer | None:
     """Value of a text that is an answer as a whole; None for prose, a negation or an empty text."""
     text = clean(text)

@@ -98,6 +98,11 @@ def test_numbers_are_medians_and_shares_of_what_the_card_can_do():
     assert numbers["roofline_share"] == pytest.approx(40 / roofline)
     assert numbers["mfu"] == pytest.approx(benchmark.update_flops(SMALL, 8, 5, 10) / 4 / 1e6)
 
+    # with ranks, each reads the weights, and has a peak of its own
+    two = benchmark.summarise(lines, setting, CFG, SMALL, bandwidth=1e6, peak=1e6, ranks=2)
+    roofline = 8 / (base.decode_bytes(SMALL, 1, 4, 5, 10, 2) / 1e6)
+    assert two["mfu"] == numbers["mfu"] / 2 and two["roofline_share"] == pytest.approx(40 / roofline)
+
     # what cannot be known is none
     unknown = benchmark.summarise([line(1, 1.0, 1.0, memory_gib=[])], setting, CFG, SMALL, None, None)
     assert [unknown[name] for name in ("roofline_share", "mfu", "memory_gib")] == [None] * 3

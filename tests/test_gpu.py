@@ -449,7 +449,7 @@ def test_gspo_runs_on_one_gpu_and_in_bf16_by_default_where_it_resumes(launcher, 
 @needs(1)
 @pytest.mark.parametrize("gib", [0, 4])
 def test_micro_batches_are_as_large_as_memory_allows(launcher, tmp_path, gib):
-    rows = dict(batch_size=256, group_size=16, num_minibatches=1, max_new_tokens=64, eval_every=0)
+    rows = dict(batch_size=40, group_size=16, num_minibatches=1, max_new_tokens=64, eval_every=0)
     options = dict(micro_batch_tokens=0, dtype="auto", memory_limit=gib, **rows)
     for steps in (1, 2):
         run = run_script(launcher, [sys.executable], launcher.copy("gspo"), tmp_path, steps=steps, **options)

@@ -234,12 +234,21 @@ class Run:
             self._teacher(gpus, own, process["teacher"])
 
     def minibatch(self, num_gpus: int) -> int:
-        """Most tokens of an optimizer step on one GPU; prompts that are shared count for each completion.
+        """Most tokens of an optimizer step on one GPU.
 
         Args:
             num_gpus: of one process, which divide its part of the step.
         """
-        return -(-self.rows // (self.cfg.num_minibatches * num_gpus)) * self.sequence
+        rows, prompts = -(-self.rows // self.cfg.num_minibatches), self.prompts
+        if self.distilled:  # whole groups, and maybe a part of one at either end
+            prompts = min(prompts, rows // self.cfg.group_size + 2)
+        return self._tokens(self.shape, -(-rows // num_gpus), prompts)
+
+    def _tokens(self, shape: shapes.Shape, rows: int, prompts: int) -> int:
+        """Most tokens of rows of at most so many prompts, each of which is computed once."""
+        # ranks that share a model cannot halve micro-batches, if it turns out that the model is not packed after all
+        once = self._packed(shape) and self.shards == 1
+        return rows * self.cfg.max_new_tokens + (min(rows, prompts) if once else rows) * self.longest
 
     def _weights(self, gpu: Gpu) -> None:
         """Weights of the trained model."""
@@ -357,7 +366,8 @@ class Run:
         at_once = self.cfg.micro_batch_tokens
         if self._packed(shape):
             at_once *= logprobs.FORWARD_FACTOR
-        tokens = max(self.sequence, min(at_once, -(-self.rows // num_gpus) * self.sequence))
+        most = self._tokens(shape, -(-self.rows // num_gpus), self.prompts)
+        tokens = max(self.sequence, min(at_once, most))
         layers = self._layers(shape, tokens, self.sequence, self.cfg.group_size)
         return dict(forward_pass=layers.inference, logits=self._logits(tokens, shape.vocabulary))
 

@@ -22,9 +22,9 @@ last cycle, before it writes a checkpoint. Columns:
   roofline      decode/s as a share of sequences * bandwidth / bytes. One more token for every sequence requires
                 reading all weights once (a tied embedding counts as the head), and the keys and values of all live
                 tokens, those of a prompt once per group; in the model's dtype, mean over the steps, so fixed lengths
-                only; states of layers of linear attention are read and written
-  MFU           FLOPs / seconds of the update / the card's peak FLOP/s in bf16. A forward and backward pass over
-                T = prompt + completion tokens takes 6 * (parameters without embedding and head) * all tokens
+                only; states of layers of linear attention are read and written; each rank reads for its sequences
+  MFU           FLOPs / seconds of the update / ranks / the card's peak FLOP/s in bf16. A forward and backward pass
+                over T = prompt + completion tokens takes 6 * (parameters without embedding and head) * all tokens
                 + 6 * head parameters * completion tokens + 6 * layers * heads * head_dim * (sum of T^2 over the
                 sequences), with the experts that a token goes through and the layers of attention alone;
                 recomputation does not count, and a prompt counts once per completion, though it is computed once
@@ -231,6 +231,7 @@ def summarise(
     bandwidth: float | None,
     peak: float | None,
     teacher: Shape | None = None,
+    ranks: int = 1,
 ) -> dict[str, Any]:
     """The reported numbers of a run; None for unknown ones.
 
@@ -242,6 +243,7 @@ def summarise(
         bandwidth: of the memory, bytes per second, if known.
         peak: FLOP/s of the card, if known.
         teacher: its shape, if there is one.
+        ranks: processes, each on a GPU of its own, that share the prompts.
     """
     sequences = cfg["batch_size"] * cfg["group_size"]
     tokens = [sequences * line["completion_length"] for line in lines]
@@ -256,7 +258,7 @@ def summarise(
     numbers |= dict.fromkeys(("roofline_tokens_per_second", "roofline_share", "update_flops", "mfu"))
     itemsize = sources.pick_dtype(cfg["dtype"], pick_device(cfg["device"])).itemsize
     if bandwidth and setting.lengths == "fixed":
-        sizes = cfg["batch_size"], cfg["group_size"], setting.prompt_tokens, setting.new_tokens
+        sizes = cfg["batch_size"] // ranks, cfg["group_size"], setting.prompt_tokens, setting.new_tokens
         numbers["roofline_tokens_per_second"] = sequences * bandwidth / decode_bytes(shape, *sizes, itemsize)
         numbers["roofline_share"] = numbers["decode_tokens_per_second"] / numbers["roofline_tokens_per_second"]
     if setting.lengths != "natural":
@@ -265,7 +267,8 @@ def summarise(
         flops *= cfg.get("epochs", 1)  # absent in distillation
         if teacher:
             flops += 2 * sequences * length * teacher.head
-        numbers["update_flops"], numbers["mfu"] = flops, flops / numbers["seconds_update"] / peak if peak else None
+        seconds = ranks * numbers["seconds_update"]
+        numbers["update_flops"], numbers["mfu"] = flops, flops / seconds / peak if peak else None
     if teacher:
         add_memory(numbers, resident_bytes(shape.parameters, teacher.parameters, itemsize, 4, itemsize))
         spread = any(len(line["memory_gib"]) > 1 for line in lines)  # the largest peak is then that of one GPU
@@ -370,15 +373,23 @@ def run_watched(script: str, arguments: list[str]) -> None:
         runpy.run_path(script, run_name="__main__")
 
 
-def planned_gib(script: str, arguments: list[str], ranks: int, setting: Setting) -> float | None:
-    """Peak of the fullest GPU in GiB as planned by common/planning/plan.py; None on a CPU."""
+def planned_gib(script: str, arguments: list[str], ranks: int, setting: Setting, ran: dict) -> float | None:
+    """Peak of the fullest GPU in GiB as planned by common/planning/plan.py; None on a CPU.
+
+    Args:
+        script: that was measured.
+        arguments: of it.
+        ranks: processes.
+        setting: what was measured.
+        ran: config.json of the run, with the micro_batch_tokens that it chose.
+    """
     if pick_device(setting.device).type == "cpu":
         return None
     module, cfg = layouts.load(script, arguments)
     roles = layouts.all_ranks(module, cfg, ranks)
     planned = plan.of(cfg, roles, ranks=ranks, prompt_tokens=setting.prompt_tokens)
     limit = cfg.memory_limit * devices.GIB or torch.cuda.get_device_properties(0).total_memory
-    planned = planned.for_capacity(limit)
+    planned = planned.for_capacity(limit).with_options(micro_batch_tokens=ran["micro_batch_tokens"])
     return max(map(planned.peak, planned.gpus)) / devices.GIB
 
 
@@ -455,9 +466,10 @@ def measure(
     lines, cfg = read_steps(folder / "run")[: args.steps], json.loads((folder / "run" / "config.json").read_bytes())
     shape, (bandwidth, peak) = shape_of(policy), CARDS.get(card(setting.device), (None, None))
     other = shape_of(teacher) if teacher else None
-    planned = planned_gib(script, command[command.index(str(Path(script).resolve())) + 1 :], args.ranks, setting)
+    given = command[command.index(str(Path(script).resolve())) + 1 :]
+    planned = planned_gib(script, given, args.ranks, setting, cfg)
     rates = args.bandwidth or bandwidth, args.flops or peak
-    numbers = summarise(lines[args.warmup :], setting, cfg, shape, *rates, other)
+    numbers = summarise(lines[args.warmup :], setting, cfg, shape, *rates, other, args.ranks)
     ends = arrivals[args.warmup - 1 : args.steps]
     numbers["seconds_wall"] = statistics.median(map(operator.sub, ends[1:], ends))
     numbers["seconds_first_step"], numbers["planned_gib"] = lines[0]["seconds"], planned

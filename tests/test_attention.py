@@ -276,5 +276,5 @@ def test_flash_attention_of_shared_prompts_is_that_of_the_cpu(heads):
         out = way.attend(None, q, k, v, 0.125)
         (out * weight.to(out)).sum().backward()
         found.append([x.detach().float().cpu() for x in (out, q.grad, k.grad, v.grad)])
-    for exact, ours in zip(*found, strict=True):  # measured below 0.004; the wrong alignment of a mask gives 0.3
+    for exact, ours in zip(*found, strict=True):  # bf16 on the CPU: 0.008; a mask aligned to the first key: 0.7
         assert (ours - exact).norm() <= 0.01 * exact.norm()

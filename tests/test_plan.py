@@ -159,7 +159,7 @@ WHOLE = dict(batch_size=8, group_size=8, num_minibatches=1, max_new_tokens=256, 
 
 # peaks that were measured on H100 and H200 cards (docs/speed.md, gkd/README.md, grpo/poster/README.md)
 @pytest.mark.parametrize(("gib", "script", "model", "prompt_tokens", "options"), [
-    (14.8, "gspo/gspo.py", "0.5b", 128,
+    (13.8, "gspo/gspo.py", "0.5b", 128,
      dict(batch_size=8, group_size=8, num_minibatches=4, max_new_tokens=256, kl_coef=0.1)),
     (24.2, "gspo/gspo.py", "0.5b", 128, WHOLE),
     (56.4, "gspo/gspo.py", "1.5b", 128, WHOLE),

@@ -165,7 +165,7 @@ EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 @pytest.mark.parametrize(("kind", "options"), [("mixtral", dict(sliding_window=None)), ("qwen3_moe", EXPERTS),
     ("llama", dict(rope_parameters=ROPE, max_position_embeddings=16))])  # fmt: skip
 def test_experts_and_positions_that_depend_on_the_length_are_packed(kind, options):
-    # up to the length where positions change; `logprobs.position_limit` says it
+    # up to the length where positions change; `positions.longest_sequence` says it
     model = tiny_model(kind, **options)
     expected = alone(model, SEQUENCES)
     support = install(model)

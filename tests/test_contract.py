@@ -23,7 +23,7 @@ from common.generation.rollout import Sampler
 from common.generation.runner import Runner
 from common.generation.stopping import Stopping
 from common.maths import losses
-from common.model import agreement, attention, head, logprobs, models, states
+from common.model import agreement, attention, head, models, positions, states
 from common.model.logprobs import LogProbs
 
 zoo = runpy.run_path(str(ROOT / "scripts" / "dev" / "families.py"))
@@ -446,7 +446,7 @@ def test_a_factor_that_the_config_does_not_explain_is_refused(name):
     model = build(name)
     model.lm_head.register_forward_hook(lambda module, args, out: 1.7 * out)
     with pytest.raises(ValueError, match=r"logits (are 0.85 times|differ by)"):
-        logprobs.check_head(model)
+        head.check(model)
     with pytest.raises(ValueError, match=r"its logits are 0.85 times|plain forward pass"):
         sampler_of(model)
 
@@ -455,10 +455,10 @@ def test_a_factor_that_the_config_does_not_explain_is_refused(name):
 def test_a_soft_cap_of_any_name_is_applied_and_one_that_is_unknown_refused(name, monkeypatch):
     model = build(name)
     assert head.softcap_of(model) == 30
-    logprobs.check_head(model)
+    head.check(model)
     monkeypatch.setattr(head, "SOFT_CAPS", ())
     with pytest.raises(ValueError, match="its logits differ by"):
-        logprobs.check_head(model)
+        head.check(model)
 
 
 # ---- modes ----
@@ -576,7 +576,7 @@ def test_a_cache_that_forgets_too_much_is_found_when_rows_pass_the_window(monkey
 ])  # fmt: skip
 def test_rows_are_limited_by_positions_that_a_model_has(name, limit):
     model = build(name, **({"n_positions": 40} if name == "gpt2" else {"max_position_embeddings": 40}))
-    assert logprobs.position_limit(model)[0] == limit
+    assert positions.longest_sequence(model)[0] == limit
     ids = torch.randint(3, 97, (1, 60), generator=torch.Generator().manual_seed(0))
     if limit:
         return

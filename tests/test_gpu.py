@@ -22,7 +22,7 @@ from common.generation.cache import FlashCache, SdpaCache
 from common.generation.rollout import Sampler
 from common.generation.stopping import Stopping, find
 from common.maths import losses
-from common.model import logprobs, models
+from common.model import logprobs, models, passes
 from common.run import checkpoint
 from common.tasks.embedder import Embedder
 from common.training import optim
@@ -104,7 +104,7 @@ def micro_batches(model):
     batch = generate(Sampler([model], **OPTIONS, compile=False), seed=0)
     micros = [m for part in batch.minibatches(2, 40, policy.packed) for m in part]
     assert len(micros) > 2
-    logprobs.fill(micros, "old_logps", policy, model.device)
+    passes.fill(micros, "old_logps", policy, model.device)
     return micros
 
 

@@ -18,7 +18,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen3_vl import Qwen3VLForConditionalGeneration
 
 from common.generation import drafts, rollout
-from common.model import head, images, logprobs, sources
+from common.model import head, images, passes, sources
 from common.model import models as policies
 from common.model.logprobs import LogProbs
 
@@ -303,7 +303,7 @@ def test_the_tower_runs_once_per_prompt_with_images(loaded):
     handle = images.tower(model).register_forward_hook(lambda *args: calls.append(len(args[1][0])))
     batch = rolled(loaded, 4)
     minibatches = batch.minibatches(2, 100, True)
-    logprobs.fill([micro for micros in minibatches for micro in micros], "old_logps", policy_of(model), model.device)
+    passes.fill([micro for micros in minibatches for micro in micros], "old_logps", policy_of(model), model.device)
     handle.remove()
     assert calls == [76, 16]  # patches of 19 and 4 tokens: independent of group size and passes
 
@@ -349,7 +349,7 @@ def test_parts_of_a_batch_carry_their_images(loaded, batch):
     # filled together, where prompts of several micro-batches stand under one another
     policy.packed = True
     micros = [micro for micros in batch.minibatches(3, 1, True) for micro in micros]
-    logprobs.fill(micros, "old_logps", policy, CPU, micro_batch_tokens=40)
+    passes.fill(micros, "old_logps", policy, CPU, micro_batch_tokens=40)
     for micro in micros:
         assert_rounded(micro.old_logps, batch.rollout_logps[micro.rows, : micro.lengths.max()], **NORMS)
 
@@ -377,7 +377,7 @@ def test_a_reference_is_given_what_its_own_tower_sees(loaded, batch):
     assert (expected - policy_of(other)(*batch.tokens)[0]).abs().max() > 0.01
     for limit in (0, 30):
         micros = [micro for micros in batch.minibatches(1, 50, True) for micro in micros]
-        logprobs.fill(micros, "ref_logps", policy_of(other), CPU, limit, images=seen)
+        passes.fill(micros, "ref_logps", policy_of(other), CPU, limit, images=seen)
         for micro in micros:
             assert_rounded(micro.ref_logps, expected[micro.rows, : micro.lengths.max()], **NORMS)
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.maths import losses
-from common.model import attention, head, logprobs, lora, models
+from common.model import attention, head, lora, models, passes, positions
 from common.model.logprobs import LogProbs
 from common.training import offload, optim
 
@@ -122,7 +122,7 @@ def test_packed_rows_are_padded_rows_are_single_rows(policies, family):
     rows = [naive(model, p, c, 0.7) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
     (expected_logps, expected_entropy), of_logps = map(torch.cat, zip(*rows, strict=True)), naive_gradients(model)
     of_entropy = naive_gradients(model, which=1)
-    logprobs.check_head(model)
+    head.check(model)
     for packed in (True, False):
         policy = LogProbs(model, 0.7, compile=True, train_entropy=packed)
         assert policy.packed and not policy.compiled  # on a CPU
@@ -222,7 +222,7 @@ def test_fill_shares_prompts_over_micro_batches(policies, limit, sizes):
     with policy.model.get_decoder().register_forward_pre_hook(
         lambda module, args, kwargs: tokens.append(kwargs["input_ids"].numel()), with_kwargs=True
     ):
-        logprobs.fill(micros, "old_logps", policy, CPU, limit)
+        passes.fill(micros, "old_logps", policy, CPU, limit)
     assert tokens == sizes
     for rows, micro in zip(cut, micros, strict=True):
         assert_same(micro.old_logps, whole[rows][:, : micro.completion_ids.shape[1]])
@@ -436,8 +436,8 @@ def test_the_first_ratio_is_exactly_one(model_folders, family, checkpointing, dt
     assert bool(checkpointed) == checkpointing
     assert [module for module in model.modules() if module.training] == checkpointed  # nothing else draws numbers
     policy, batch = LogProbs(model, 0.7), pack(PROMPTS, COMPLETIONS)
-    logprobs.fill([batch], "old_logps", policy, CPU)
-    logprobs.fill([batch], "ref_logps", LogProbs(models.load_frozen(folder, CPU, dtype), 0.7), CPU)
+    passes.fill([batch], "old_logps", policy, CPU)
+    passes.fill([batch], "ref_logps", LogProbs(models.load_frozen(folder, CPU, dtype), 0.7), CPU)
     logps, _ = policy(*batch.tokens)
     assert logps.requires_grad and not batch.old_logps.requires_grad
     assert torch.equal(logps, batch.old_logps) and torch.equal(logps, batch.ref_logps)
@@ -457,7 +457,7 @@ def test_fill_writes_rows_and_makes_gradients_only_where_the_update_is_compiled(
     policy.compiled = compiled
     model.model.register_forward_hook(lambda *args: modes.append(torch.is_grad_enabled()))
     micros = [pack([PROMPTS[i] for i in rows], [COMPLETIONS[i] for i in rows]) for rows in cut]
-    logprobs.fill(micros, "old_logps", policy, CPU)
+    passes.fill(micros, "old_logps", policy, CPU)
     for rows, micro in zip(cut, micros, strict=True):
         assert_same(micro.old_logps, whole[rows][:, : micro.completion_ids.shape[1]])
         assert micro.ref_logps is None and not micro.old_logps.requires_grad
@@ -495,7 +495,7 @@ def test_blocks_and_head_are_compiled_once(model_folders, monkeypatch, checkpoin
     assert attention.install(model).not_packed == "" and not graphs
     policy.compiled = True
     for batch, (logps, found) in zip(batches, expected, strict=True):
-        logprobs.fill([batch], "old_logps", policy, CPU)
+        passes.fill([batch], "old_logps", policy, CPU)
         compiled_logps, _ = policy(*batch.tokens)
         assert torch.equal(compiled_logps, batch.old_logps)
         assert_same(compiled_logps, logps)
@@ -515,10 +515,10 @@ def test_lora(model_folders):
     found = gradients(model, (logps * weights(logps.shape)).sum())
     assert found and all("lora" in name and grad.any() for name, grad in found.items())
     assert_same_gradients(found, naive_gradients(model))
-    logprobs.fill([batch], "old_logps", policy, CPU)
+    passes.fill([batch], "old_logps", policy, CPU)
     assert torch.equal(batch.old_logps, logps)
     with model.disable_adapter():
-        logprobs.fill([batch], "ref_logps", policy, CPU)
+        passes.fill([batch], "ref_logps", policy, CPU)
     assert (batch.ref_logps - batch.old_logps).abs().max() > 0.01
 
 
@@ -545,14 +545,14 @@ def test_the_head_is_checked_where_models_are_loaded_and_leaves_their_mode_as_it
             with pytest.raises(ValueError, match="GraniteForCausalLM: its logits differ"):
                 load(str(tmp_path), CPU, "fp32")
     for dtype in (torch.float32, torch.bfloat16):
-        logprobs.check_head(tiny_model("granite", logits_scaling=1.0).to(dtype))
+        head.check(tiny_model("granite", logits_scaling=1.0).to(dtype))
     for training in (True, False):
         model = copy.deepcopy(policies["gpt2"]).train(training)
-        logprobs.check_head(model)
+        head.check(model)
         assert {module.training for module in model.modules()} == {training}
     model.transformer.ln_f.weight.data[0] = torch.nan
     with pytest.raises(ValueError, match="logits differ by nan"):
-        logprobs.check_head(model)
+        head.check(model)
 
 
 def test_a_sequence_with_more_tokens_than_learned_positions_is_refused_by_row():
@@ -569,7 +569,7 @@ def test_the_lowest_limit_of_positions_counts(top, limit, name):
     model = tiny_model("llama", max_position_embeddings=64, rope_parameters=dict(
         rope_type="dynamic", rope_theta=10_000.0, factor=4.0))  # fmt: skip
     model.config.index_topk = top
-    found, reason = logprobs.position_limit(model)
+    found, reason = positions.longest_sequence(model)
     assert found == limit and name in reason
 
 
@@ -585,8 +585,8 @@ def test_a_step_leaves_modes_and_settings_as_they_were_wherever_it_fails(model_f
     def step():
         batch = sampler.generate(PROMPTS[:2], group_size=2, temperature=0.7)
         (micros,) = batch.minibatches(1, 1000, policy.packed)
-        logprobs.fill(micros, "old_logps", policy, CPU)
-        logprobs.fill(micros, "ref_logps", reference, CPU)
+        passes.fill(micros, "old_logps", policy, CPU)
+        passes.fill(micros, "ref_logps", reference, CPU)
         for micro in micros:
             logps, _ = policy(*micro.tokens)
             losses.kl_estimate(logps, micro.ref_logps, "k3").sum().backward()
@@ -621,7 +621,7 @@ def test_nothing_piles_up_from_step_to_step(model_folders):
         batch = sampler.generate([[4 + n] * n for n in lengths], group_size=2, temperature=1.0, step=step)
         minibatches = batch.minibatches(2, 60, policy.packed)
         for minibatch in minibatches:
-            logprobs.fill(minibatch, "old_logps", policy, CPU)
+            passes.fill(minibatch, "old_logps", policy, CPU)
         weights_of.offload()
         weights_of.onload()
         for minibatch in minibatches:
@@ -686,7 +686,7 @@ def test_packed_bf16_on_a_gpu_is_no_further_from_fp32_than_padded(model_folders,
             logps, _ = one(*tokens, group if one is policy else None)
             found = gradients(one.model, (logps * weights(logps.shape).to(logps.device)).sum())
             results.append((logps.detach().cpu(), torch.cat([g.flatten().float().cpu() for g in found.values()])))
-        logprobs.fill([batch], "old_logps", policy, cuda)
+        passes.fill([batch], "old_logps", policy, cuda)
         assert torch.equal(batch.old_logps, results[2][0])  # the first ratio is exactly 1
         for expected, rough, ours in zip(*results, strict=True):
             assert (ours - expected).norm() <= 1.5 * (rough - expected).norm() + 1e-3 * expected.norm()

@@ -18,7 +18,7 @@ from test_checkpoint import Policy, weights_of
 from torch import nn
 
 from common.generation import batches, rollout
-from common.model import logprobs, lora, lora_targets, merging, models, sources
+from common.model import logprobs, lora, lora_targets, merging, models, passes, sources
 from common.model.lora import Options
 from common.model.models import load_frozen, load_policy
 from common.planning import layouts, plan
@@ -312,8 +312,8 @@ def test_what_is_sampled_is_what_is_trained(model_folders):
     with merging.adapters_disabled(model):
         off = packed(model)
     for source, other, sampled in ((policy, reference, batch), (reference, policy, off)):
-        logprobs.fill([sampled], "ref_logps", other, CPU)
-        logprobs.fill([sampled], "old_logps", source, CPU)
+        passes.fill([sampled], "ref_logps", other, CPU)
+        passes.fill([sampled], "old_logps", source, CPU)
         assert_rounded(sampled.old_logps, sampled.rollout_logps, terms=FORWARD_TERMS)
         assert (sampled.ref_logps - sampled.rollout_logps).abs().max() > 0.1
     assert_rounded(off.rollout_logps, base(*off.tokens)[0], terms=FORWARD_TERMS)  # the model they were put on
@@ -496,7 +496,7 @@ def test_adapters_on_weights_of_few_bits(bits, model_folders, tmp_path):
     assert (on - off).abs().max() > 0.1
     batch = packed(model)  # with the adapters beside the weights, which are not merged
     policy, reference = logprobs.LogProbs(model, 1.0), logprobs.LogProbs(model, 1.0, adapters=False)
-    logprobs.fill([batch], "ref_logps", reference, CPU)
+    passes.fill([batch], "ref_logps", reference, CPU)
     logps, _ = policy(*batch.tokens)
     # two layers of seven products, each rounded to bf16 (2**-8); of 14 roundings of values up to 20 most cancel
     torch.testing.assert_close(logps, batch.rollout_logps, atol=0.3, rtol=0)
@@ -544,7 +544,7 @@ def test_adapters_that_a_run_starts_from_are_its_reference_also_after_a_resume(b
                 raise ZeroDivisionError
             assert_unchanged(policy, before, now)
     reference, alone = (logprobs.LogProbs(resumed, 1.0, adapters=on)(*batch.tokens)[0] for on in (False, True))
-    logprobs.fill([batch], "ref_logps", logprobs.LogProbs(reload(start, options), 1.0), CPU)
+    passes.fill([batch], "ref_logps", logprobs.LogProbs(reload(start, options), 1.0), CPU)
     assert torch.equal(reference, batch.ref_logps) and (reference - alone).abs().max() > 0.1
     if not bits:  # or nothing is merged
         with merging.merged(resumed), pytest.raises(RuntimeError, match="merged"), merging.as_reference(resumed):

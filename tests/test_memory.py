@@ -19,7 +19,7 @@ from common.distill import distillation
 from common.generation import batches
 from common.generation.runner import Runner
 from common.maths import losses
-from common.model import logprobs, models
+from common.model import logprobs, models, passes
 from common.planning import plan
 from common.run import metrics
 from common.training import budgets, optim
@@ -92,7 +92,7 @@ def update(folder, batch, tokens, budget, inject=None, devices=(CPU,)) -> Simple
     optimizer, log = optim.AdamW(model, 0.1), metrics.Log(str(folder), 0, 1, [])
     optimizer._rule["eps"] = 1.0  # with its own, gradients close to 0 would make steps out of their rounding
     cut = batch.minibatches(2, tokens, True, devices=devices)
-    logprobs.fill(cut[1], "old_logps", policies, devices, tokens)
+    passes.fill(cut[1], "old_logps", policies, devices, tokens)
     first = []
     for number, minibatch in enumerate(cut * 2):
 
@@ -232,7 +232,7 @@ def test_what_does_not_fit_alone_ends_the_run_with_what_to_change(tmp_path, batc
     policy, sampler = logprobs.LogProbs(model, 1.0), make_sampler(model)
     limit_rows(model.get_decoder(), 0, RuntimeError("CUDA error: out of memory"))
     with pytest.raises(memory.FatalOutOfMemoryError, match="a forward pass of 1 sequences"):
-        logprobs.fill([batch], "ref_logps", policy, CPU)
+        passes.fill([batch], "ref_logps", policy, CPU)
     with pytest.raises(memory.FatalOutOfMemoryError, match="not even the 4 completions of one prompt"):
         sampler.generate(PROMPTS, group_size=4, temperature=1.0)
 
@@ -281,16 +281,16 @@ def test_forward_passes_that_run_out_of_memory_give_the_same(batch, capsys, stat
     policy = (distillation.HiddenStates if states else logprobs.LogProbs)(model, 1.0)
     field = "states" if states else "ref_logps"
     micros, others = (batch.minibatches(1, tokens or 60, True)[0] for _ in range(2))
-    logprobs.fill(micros, field, policy, CPU, tokens)
+    passes.fill(micros, field, policy, CPU, tokens)
     tried = limit_rows(policy, 2)
-    logprobs.fill(others, field, policy, CPU, tokens)
+    passes.fill(others, field, policy, CPU, tokens)
     for one, other in zip(micros, others, strict=True):
         assert_rounded(getattr(one, field), getattr(other, field), terms=TERMS, magnitude=16.0)
         assert getattr(one, field).any()
     said = capsys.readouterr().out.splitlines()
     assert len(said) == len([rows for rows in tried if rows > 2]) > 0
     tried.clear()  # it is remembered
-    logprobs.fill(others, field, policy, CPU, tokens)
+    passes.fill(others, field, policy, CPU, tokens)
     assert max(tried) <= 2 and sum(tried) == 12 and capsys.readouterr().out == ""
 
 

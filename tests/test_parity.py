@@ -13,7 +13,7 @@ from conftest import SCRIPTS, assert_equal_weights, reward
 
 from common.generation import batches
 from common.maths import losses
-from common.model import logprobs
+from common.model import logprobs, passes
 from common.planning import layouts
 
 # One optimizer step per pass over a rollout, and four; micro-batches of several sequences
@@ -68,7 +68,7 @@ def test_the_first_minibatch_finds_its_old_log_probs_in_its_own_forward_pass(
     launcher, monkeypatch, tmp_path, script, options
 ):
     cut, filled, computed, ratios = [], {}, {"policy": [], "reference": [], "update": []}, []
-    minibatches, fill, forward = batches.RolloutBatch.minibatches, logprobs.fill, logprobs.LogProbs.forward
+    minibatches, fill, forward = batches.RolloutBatch.minibatches, passes.fill, logprobs.LogProbs.forward
     sequence_ratio = losses.sequence_ratio
 
     def watched_minibatches(*args, **options):
@@ -90,7 +90,7 @@ def test_the_first_minibatch_finds_its_old_log_probs_in_its_own_forward_pass(
         return ratio
 
     monkeypatch.setattr(batches.RolloutBatch, "minibatches", watched_minibatches)
-    monkeypatch.setattr(logprobs, "fill", watched_fill)
+    monkeypatch.setattr(passes, "fill", watched_fill)
     monkeypatch.setattr(logprobs.LogProbs, "forward", watched_forward)
     monkeypatch.setattr(losses, "sequence_ratio", watched_ratio)
     given = launcher.options(SCRIPTS[script], tmp_path, steps=1, eval_data="", **options)

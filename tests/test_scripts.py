@@ -22,7 +22,7 @@ from test_rewards import save_reward_model
 
 from common.base import distributed
 from common.generation import rollout
-from common.model import logprobs
+from common.model import passes
 from common.planning import layouts
 from common.run import checkpoint
 from common.tasks import scoring
@@ -94,7 +94,7 @@ class Raising:
 
 def watch(module: ModuleType) -> None:
     """Prints what the sampler and the rewards are given; rewards and log-probabilities wait until the other begins."""
-    fill, init, score = logprobs.fill, rollout.Sampler.__init__, scoring.score
+    fill, init, score = passes.fill, rollout.Sampler.__init__, scoring.score
     begun = {name: threading.Event() for name in ("reward", "logprobs")}
 
     def meet(own, other):
@@ -116,7 +116,7 @@ def watch(module: ModuleType) -> None:
         print("sampler", sorted((name, value) for name, value in options.items() if name != "trained"), flush=True)
         init(self, replicas, **options)
 
-    logprobs.fill, rollout.Sampler.__init__, scoring.score = watched_fill, watched_init, watched_score
+    passes.fill, rollout.Sampler.__init__, scoring.score = watched_fill, watched_init, watched_score
 
 
 def spoil(module: ModuleType) -> None:

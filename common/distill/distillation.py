@@ -48,7 +48,7 @@ class HiddenStates(LogProbs):
             group: [m] int64 on the CPU, as in `LogProbs.forward`.
 
         Returns:
-            [m, C, Ht] in the dtype of the model, 0 where masked; in a tuple, as `logprobs.fill` takes it.
+            [m, C, Ht] in the dtype of the model, 0 where masked; in a tuple, as `passes.fill` takes it.
         """
         hidden_NH, place = self.states(prompt_ids, prompt_mask, completion_ids, completion_mask, images, group)
         hidden_NH = scaled(self.model, hidden_NH)

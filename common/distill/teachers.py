@@ -15,7 +15,7 @@ from common.base.checks import require
 from common.base.distributed import print_main
 from common.distill import distillation
 from common.generation import batches, rollout
-from common.model import logprobs, models, sources
+from common.model import logprobs, models, passes, sources
 from common.tasks.data import Example
 from common.training.offload import Offloader
 
@@ -91,7 +91,7 @@ class LocalTeacher:
             FloatingPointError: something is not finite.
         """
         micros = list(micros)
-        logprobs.fill(micros, "teacher", self.forward, self.device, micro_batch_tokens)
+        passes.fill(micros, "teacher", self.forward, self.device, micro_batch_tokens)
         for micro in micros:
             micro.teacher = batches.TeacherOutput(**{self.gives: micro.teacher})
         # an error at a gradient later could not tell whether student or teacher is at fault

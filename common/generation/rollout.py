@@ -24,9 +24,9 @@ from common.generation import fallback, paths
 from common.generation.batches import RolloutBatch, assemble, deal
 from common.generation.stopping import Stopping
 from common.maths.sampling import Sampling, uniforms
-from common.model import attention
+from common.model import attention, positions
 from common.model.images import Images, is_vlm
-from common.model.logprobs import LogProbs, position_limit
+from common.model.logprobs import LogProbs
 
 
 class Sampler:
@@ -246,7 +246,7 @@ class Sampler:
             )
         longest = max(map(len, prompts)) + self.max_new_tokens
         places = getattr(self.replicas[0].config.get_text_config(), "max_position_embeddings", None)
-        limit, reason = position_limit(self.replicas[0])
+        limit, reason = positions.longest_sequence(self.replicas[0])
         what = f"sequences of up to {longest} tokens (prompt and max_new_tokens)"
         # an embedding read behind its end would be an IndexError, and on a GPU the end of the
         # process

@@ -12,7 +12,7 @@ from torch import nn
 
 from common.base import background, devices
 from common.generation.batches import RolloutBatch
-from common.model import logprobs, lora, models
+from common.model import logprobs, lora, models, passes
 from common.model.images import Images
 from common.run import checkpoint
 from common.training import sharding
@@ -136,14 +136,14 @@ class Policy:
         sharding.gather(self.model, self.whole)
 
     def fill_logps(self, micros: Iterable[RolloutBatch], field: str, tokens: int) -> None:
-        """Writes log-probabilities into micro-batches, without gradients; see `logprobs.fill`.
+        """Writes log-probabilities into micro-batches, without gradients; see `passes.fill`.
 
         Args:
             micros: to write into.
             field: "old_logps".
             tokens: maximum size of a micro-batch.
         """
-        logprobs.fill(micros, field, self.wrapped, self.devices, tokens)
+        passes.fill(micros, field, self.wrapped, self.devices, tokens)
 
 
 class Reference:
@@ -185,7 +185,7 @@ class Reference:
         return self.frozen if self.refresh_every else None
 
     def fill_logps(self, micros: Sequence[RolloutBatch], tokens: int, images: Images | None = None) -> None:
-        """Writes `ref_logps` into micro-batches; see `logprobs.fill`.
+        """Writes `ref_logps` into micro-batches; see `passes.fill`.
 
         Args:
             micros: to write into.
@@ -193,7 +193,7 @@ class Reference:
             images: features of its own vision tower, if the policy's is trained.
         """
         if self.wrapped:
-            logprobs.fill(micros, "ref_logps", self.wrapped, self.devices, tokens, images)
+            passes.fill(micros, "ref_logps", self.wrapped, self.devices, tokens, images)
 
     def refresh(self, step: int) -> None:
         """Copies the policy's weights into the reference, every `reference_refresh` steps."""

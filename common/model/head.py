@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from common.base.checks import require
+from common.model import agreement
 from common.model.modes import eval_mode
 
 CHUNK_TOKENS = 1024  # tokens projected to the vocabulary at once: 0.6 GiB of fp32 logits at V = 151,936
@@ -364,3 +365,35 @@ def chunks(*tensors_N: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         # copies: torch.compile also guards on the base of a view, and would compile again for
         # several parts
         yield tuple(part.clone() for part in parts)
+
+
+@torch.no_grad()
+def check(model: nn.Module) -> None:
+    """Compares `vocabulary_logits` with the model's own logits on four tokens.
+
+    Args:
+        model: a transformers causal language model.
+
+    Raises:
+        ValueError: the model does more than a linear head between hidden states and logits, such as
+            scaling, so that log-probabilities computed here would be wrong.
+    """
+    ids = torch.arange(4, device=model.device)[None] + 1
+    with eval_mode(model):
+        own = model(input_ids=ids, use_cache=False).logits[0].float()
+        (hidden,) = agreement.plain_states(model, ids.tolist())
+    weight = model.get_output_embeddings().weight
+    ours = vocabulary_logits(model, hidden.to(weight.device)).to(own.device)
+    if own.shape != ours.shape:
+        raise ValueError(
+            f"{type(model).__name__}: it gives {own.shape[-1]} logits, but its head has {ours.shape[-1]} outputs, so "
+            "that log-probabilities would be wrong; use another model"
+        )
+    error, size = (own - ours).abs().max().item(), own.abs().max().item()
+    tolerance = 0.02 if weight.dtype.itemsize < 4 else 1e-3  # a soft cap of 30 moves a logit of 3 by 1e-2
+    if not error <= tolerance * size + 1e-4:  # true for NaN
+        raise ValueError(
+            f"{type(model).__name__}: its logits differ by {error:.3g} (of {size:.3g}) from a linear head over its "
+            "last hidden states, which is what the log-probabilities are computed from; use another model, or teach "
+            "common/model/head.py what this head does"
+        )

@@ -24,7 +24,7 @@ from transformers.utils import logging
 from common.base import storage
 from common.base.checks import require
 from common.base.distributed import print_main
-from common.model import agreement, images, logprobs, merging, sources
+from common.model import agreement, head, images, merging, sources
 from common.model import lora as adapters
 from common.model.modes import train_mode
 
@@ -115,7 +115,7 @@ def load_spread(name: str, devices: list[torch.device], dtype: str) -> PreTraine
     room = {device.index: torch.cuda.mem_get_info(device)[0] for device in devices}
     model = _read(name, sources.pick_dtype(dtype, devices[0]), device_map="balanced", max_memory=room)
     require_finite(model, sources.find(name))
-    logprobs.check_head(model)
+    head.check(model)
     return model.eval().requires_grad_(False)
 
 
@@ -296,7 +296,7 @@ def _load(name: str, device: torch.device, dtype: str, bits: int = 0) -> PreTrai
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and model.num_parameters() < SMALL:
         torch.set_num_threads(1)
     require_finite(model, sources.find(name))
-    logprobs.check_head(model)
+    head.check(model)
     return model
 
 

@@ -20,7 +20,7 @@ from common.base import distributed
 from common.base.devices import GIB
 from common.generation.engine import KEEP_SHARE
 from common.generation.scheduler import PREFILL_TOKENS
-from common.model import head, logprobs, merging
+from common.model import head, merging, passes
 from common.planning import shapes
 from common.planning.blocks import Pass
 from common.training import optim
@@ -365,7 +365,7 @@ class Run:
         """Memory of a pass without gradients."""
         at_once = self.cfg.micro_batch_tokens
         if self._packed(shape):
-            at_once *= logprobs.FORWARD_FACTOR
+            at_once *= passes.FORWARD_FACTOR
         most = self._tokens(shape, -(-self.rows // num_gpus), self.prompts)
         tokens = max(self.sequence, min(at_once, most))
         layers = self._layers(shape, tokens, self.sequence, self.cfg.group_size)

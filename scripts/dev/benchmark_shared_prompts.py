@@ -17,7 +17,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 from benchmark_models import build, seconds
 
 from common.generation.batches import RolloutBatch, assemble
-from common.model import logprobs
+from common.model import logprobs, passes
 from common.model.modes import train_mode
 
 GROUP_SIZE, MICRO_BATCH_TOKENS = 8, 16384
@@ -41,7 +41,7 @@ def measure(policy: logprobs.LogProbs, batch: RolloutBatch, num_minibatches: int
         policy.zero_grad()
 
     def fill() -> None:
-        logprobs.fill(micros, "old_logps", policy, device, MICRO_BATCH_TOKENS)
+        passes.fill(micros, "old_logps", policy, device, MICRO_BATCH_TOKENS)
 
     return f"{sum(micro.size for micro in micros):9,} | {seconds(update, device):8.3f} | {seconds(fill, device):8.3f}"
 

@@ -37,8 +37,8 @@ sys.path.insert(0, str(ROOT))
 
 from common.generation.batches import RolloutBatch
 from common.generation.rollout import Sampler
-from common.model import lora_targets, models
-from common.model.logprobs import LogProbs, check_head
+from common.model import head, lora_targets, models
+from common.model.logprobs import LogProbs
 from common.model.modes import train_mode
 from scripts.dev import families
 
@@ -198,7 +198,7 @@ def _measure(row: Row, changes: dict[str, int], speed: bool) -> None:
     untouched = copy.deepcopy(model)
     row.cls, row.kind = type(model).__name__, kind_of(model)
     models._disable_dropout(model)  # as when a model is loaded
-    check_head(model)
+    head.check(model)
     train_mode(model)
     said = io.StringIO()
     with contextlib.redirect_stderr(said):

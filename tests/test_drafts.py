@@ -17,21 +17,21 @@ from test_states import built
 
 from common import loop
 from common.generation import drafts
-from common.generation.drafts import Former, continuation
+from common.generation.drafts import Earlier, continuation
 from common.generation.rollout import Sampler
 from common.generation.stopping import Stopping
 from common.tasks.data import Example
 
 
-def generate(sampler, former=(), group_size=4, prompts=PROMPTS, temperature=1.0, seed=3):
-    return sampler.generate(prompts, group_size=group_size, temperature=temperature, seed=seed, former=former)
+def generate(sampler, earlier=(), group_size=4, prompts=PROMPTS, temperature=1.0, seed=3):
+    return sampler.generate(prompts, group_size=group_size, temperature=temperature, seed=seed, earlier=earlier)
 
 
-def former_of(batch) -> list[list[array]]:
+def earlier_of(batch) -> list[list[array]]:
     """The completions of a batch, as a later pass takes them."""
-    former, numbers = Former(), range(len(PROMPTS))
-    former.put(numbers, batch.completions)
-    return former.of(numbers)
+    earlier, numbers = Earlier(), range(len(PROMPTS))
+    earlier.put(numbers, batch.completions)
+    return earlier.of(numbers)
 
 
 def watched(sampler) -> tuple[list[list[int]], list[int]]:
@@ -51,9 +51,9 @@ def watched(sampler) -> tuple[list[list[int]], list[int]]:
     return passes, steps
 
 
-def assert_not_changed_by_drafts(sampler, former, **how):
+def assert_not_changed_by_drafts(sampler, earlier, **how):
     """With drafts and without, a sampler gives the same; returns the batch with drafts."""
-    plain, drafted = generate(sampler, **how), generate(sampler, former, **how)
+    plain, drafted = generate(sampler, **how), generate(sampler, earlier, **how)
     assert plain.drafted is None and (drafted.drafted <= drafted.lengths).all()
     assert_same(dataclasses.replace(drafted, drafted=None), plain)
     return drafted
@@ -69,24 +69,24 @@ def test_drafts_change_no_completion(as_on_gpu, monkeypatch, gpu, kind, group_si
     sampler = Sampler([tiny(kind)], **OPTIONS, rollout_batch=rollout_batch)
     sampler = as_on_gpu(sampler) if gpu else sampler
     same, greedy, other = (
-        former_of(generate(sampler, (), group_size, temperature=temperature, seed=seed))
+        earlier_of(generate(sampler, (), group_size, temperature=temperature, seed=seed))
         for temperature, seed in ((1.0, 3), (0, 3), (1.0, 4))
     )
-    for temperature, former in ((1.0, same), (1.0, other), (0, greedy), (0, other), (0.5, greedy)):
+    for temperature, earlier in ((1.0, same), (1.0, other), (0, greedy), (0, other), (0.5, greedy)):
         how = dict(group_size=group_size, temperature=temperature)
-        batch = assert_not_changed_by_drafts(sampler, former, **how)
-        if (former is greedy and temperature == 0) or (former is same and group_size == 1):
+        batch = assert_not_changed_by_drafts(sampler, earlier, **how)
+        if (earlier is greedy and temperature == 0) or (earlier is same and group_size == 1):
             assert batch.drafted.tolist() == (batch.lengths - 1).tolist()  # the first token comes from the prompt
     assert generate(sampler, [[] for _ in PROMPTS], group_size).drafted.tolist() == [0] * len(PROMPTS) * group_size
 
 
 def test_rows_that_drafts_complete_take_no_decode_step():
     sampler = Sampler([tiny("qwen2")], **OPTIONS)
-    former = former_of(generate(sampler, temperature=0))
+    earlier = earlier_of(generate(sampler, temperature=0))
     passes, steps = watched(sampler)
-    batch = generate(sampler, former, temperature=0)
+    batch = generate(sampler, earlier, temperature=0)
     assert passes == [[n - 1 for n in batch.lengths.tolist() if n > 1]] and not steps
-    half = [[ids[: 1 + len(ids) // 2] for ids in group] for group in former]  # behind those, decoding goes on
+    half = [[ids[: 1 + len(ids) // 2] for ids in group] for group in earlier]  # behind those, decoding goes on
     assert generate(sampler, half, temperature=0).drafted.sum() < batch.drafted.sum()
     assert sum(steps) == sum(n - 1 - n // 2 for n in batch.lengths.tolist())
 
@@ -100,18 +100,18 @@ def test_what_limits_completions_limits_drafts(options):
     free = Sampler([tiny("qwen2")], **OPTIONS)
     sampler = Sampler([tiny("qwen2")], **OPTIONS | options, rollout_batch=12)
     for drafted_by, seed in ((sampler, 3), (sampler, 4), (free, 3)):  # also drafts that do not keep to the limits
-        assert_not_changed_by_drafts(sampler, former_of(generate(drafted_by, seed=seed)))
+        assert_not_changed_by_drafts(sampler, earlier_of(generate(drafted_by, seed=seed)))
 
 
 def test_a_row_ends_at_an_end_token_or_stop_string_inside_its_draft():
     options = OPTIONS | dict(end_ids=[999], max_new_tokens=60)
-    former = former_of(generate(Sampler([tiny("qwen2")], **options), temperature=0))
+    earlier = earlier_of(generate(Sampler([tiny("qwen2")], **options), temperature=0))
     batch = assert_not_changed_by_drafts(
-        Sampler([tiny("qwen2")], **options | dict(end_ids=OPTIONS["end_ids"])), former, temperature=0
+        Sampler([tiny("qwen2")], **options | dict(end_ids=OPTIONS["end_ids"])), earlier, temperature=0
     )
     assert any(1 < n < 60 for n in batch.lengths.tolist())
     sampler = Sampler([tiny("qwen2")], **options, stopping=Stopping(("cab",), Letters()))
-    half = [[ids[:50] for ids in group] for group in former]
+    half = [[ids[:50] for ids in group] for group in earlier]
     _, steps = watched(sampler)
     batch = generate(sampler, half, temperature=0)
     assert batch.lengths.max() < 20 and not steps
@@ -120,20 +120,20 @@ def test_a_row_ends_at_an_end_token_or_stop_string_inside_its_draft():
 def test_replicas_draw_along_their_share_of_the_drafts():
     one = Sampler([tiny("qwen2")], **OPTIONS)
     two = Sampler([copy.deepcopy(tiny("qwen2")) for _ in range(2)], **OPTIONS)
-    former = former_of(generate(one))
-    assert_same(generate(two, former), generate(one, former))
+    earlier = earlier_of(generate(one))
+    assert_same(generate(two, earlier), generate(one, earlier))
 
 
 def test_a_draft_over_broken_weights_ends_the_rollout():
     model, how = copy.deepcopy(tiny("gpt2")), dict(prompts=[[5, 6]], group_size=1)
     sampler, places = Sampler([model], end_ids=[999], pad_id=0, max_new_tokens=2), model.transformer.wpe.weight.data
     plain, good = generate(sampler, **how), places.clone()
-    former = [sorted(array("i", ids.tolist()) for ids in plain.completions)]
+    earlier = [sorted(array("i", ids.tolist()) for ids in plain.completions)]
     places[2] = torch.nan  # of the only token that the draft reads
     with pytest.raises(FloatingPointError, match="not finite"):
-        generate(sampler, former, **how)
+        generate(sampler, earlier, **how)
     places.copy_(good)
-    assert_not_changed_by_drafts(sampler, former, **how)
+    assert_not_changed_by_drafts(sampler, earlier, **how)
 
 
 @pytest.mark.parametrize(("kind", "ignored"), [("qwen2", False), ("lfm2", True)])
@@ -172,11 +172,11 @@ def test_the_distribution_is_the_policys_whatever_the_drafts(in_single):  # noqa
     drafter.lm_head.weight.data += 0.3 * torch.randn(drafter.lm_head.weight.shape)
     options = dict(end_ids=[3], pad_id=0, max_new_tokens=3)
     num_samples, prompt = 8192, [5, 1, 6]
-    former = Former()
+    earlier = Earlier()
     drawn = Sampler([drafter], **options).generate([prompt], group_size=64, temperature=1.0, seed=1)
-    former.put([0], drawn.completions)
+    earlier.put([0], drawn.completions)
     batch = Sampler([policy], **options).generate(
-        [prompt], group_size=num_samples, temperature=1.0, seed=2, former=former.of([0])
+        [prompt], group_size=num_samples, temperature=1.0, seed=2, earlier=earlier.of([0])
     )
     assert 0.05 < batch.drafted.sum() / batch.lengths.sum() < 0.95
     counts = collections.Counter(map(tuple, completions(batch)))
@@ -198,25 +198,25 @@ def test_the_distribution_is_the_policys_whatever_the_drafts(in_single):  # noqa
 
 
 def test_a_continuation_begins_with_the_text_and_is_the_common_one():
-    former = sorted(array("i", ids) for ids in ([1, 2, 3], [1, 2, 4, 5], [1, 2, 4, 6], [1, 2], [7, 1], [1, 3]))
+    earlier = sorted(array("i", ids) for ids in ([1, 2, 3], [1, 2, 4, 5], [1, 2, 4, 6], [1, 2], [7, 1], [1, 3]))
     for text, expected in (([1, 2], [1, 2, 4, 5]), ([1, 2, 4], [1, 2, 4, 6]), ([7], [7, 1]), ([1, 2, 3], None),
                            ([7, 1], None), ([8], None), ([0], None), ([1, 2, 4, 5, 6], None)):  # fmt: skip
-        found = continuation(former, array("i", text))
+        found = continuation(earlier, array("i", text))
         assert (found and found.tolist()) == expected
     assert continuation([], array("i", [1])) is None
 
 
 def test_the_newest_completions_are_kept_up_to_a_number_of_tokens():
-    former = Former(most_tokens=10)
-    former.put(["a", "b"], [torch.tensor(ids) for ids in ([2, 1], [1], [4, 4, 4], [3])])
-    found = [[ids.tolist() for ids in group] for group in former.of(["b", "c", "a"])]
-    assert found == [[[3], [4, 4, 4]], [], [[1], [2, 1]]] and former.num_tokens == 7
-    former.put(["a"], [torch.tensor([5] * 3)])
-    assert former.of(["a"]) == [[array("i", [5] * 3)]] and former.num_tokens == 7
-    former.put(["c"], [torch.tensor([6] * 4)])  # b is the oldest
-    assert former.of(["a", "b", "c"]) == [[array("i", [5] * 3)], [], [array("i", [6] * 4)]] and former.num_tokens == 7
-    former.put(["d"], [torch.tensor([6] * 11)])
-    assert former.of(["a", "c", "d"]) == [[], [], []] and former.num_tokens == 0
+    earlier = Earlier(most_tokens=10)
+    earlier.put(["a", "b"], [torch.tensor(ids) for ids in ([2, 1], [1], [4, 4, 4], [3])])
+    found = [[ids.tolist() for ids in group] for group in earlier.of(["b", "c", "a"])]
+    assert found == [[[3], [4, 4, 4]], [], [[1], [2, 1]]] and earlier.num_tokens == 7
+    earlier.put(["a"], [torch.tensor([5] * 3)])
+    assert earlier.of(["a"]) == [[array("i", [5] * 3)]] and earlier.num_tokens == 7
+    earlier.put(["c"], [torch.tensor([6] * 4)])  # b is the oldest
+    assert earlier.of(["a", "b", "c"]) == [[array("i", [5] * 3)], [], [array("i", [6] * 4)]] and earlier.num_tokens == 7
+    earlier.put(["d"], [torch.tensor([6] * 11)])
+    assert earlier.of(["a", "c", "d"]) == [[], [], []] and earlier.num_tokens == 0
 
 
 def test_a_run_takes_drafts_from_its_second_pass_on_and_samples_the_same(launcher, tmp_path, sums_file):

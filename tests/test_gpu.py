@@ -117,11 +117,11 @@ def test_drafts_change_no_distribution_on_the_gpu(cuda, monkeypatch, kind, rollo
     model, prompts = tiny_on(cuda, kind, dtype), PROMPTS * 3
     options = dict(**MIXED, rollout_batch=rollout_batch)
     sampler = Sampler([model], **options) if dtype == torch.float32 else flash_sampler(model, **options)
-    former = drafts.Former()
-    former.put(range(12), generate(sampler, prompts, seed=0).completions)
+    earlier = drafts.Earlier()
+    earlier.put(range(12), generate(sampler, prompts, seed=0).completions)
     for seed in (0, 1):
         plain = generate(sampler, prompts, seed=seed)
-        batch = generate(sampler, prompts, seed=seed, former=former.of(range(12)))
+        batch = generate(sampler, prompts, seed=seed, earlier=earlier.of(range(12)))
         assert_log_probs(model, batch)
         assert dtype == torch.bfloat16 or completions(batch) == completions(plain)
         # drawn along its own completions; in half precision a row leaves its draft where a token rounds differently

@@ -288,11 +288,11 @@ def test_greedy_completions_are_those_of_generate(rollout_batch, fallback, loade
 
 def test_completions_about_images_are_the_same_with_drafts(loaded):
     processor, model, prompts, pictures = loaded
-    sampler, former = sampler_of(processor, model), drafts.Former()
+    sampler, earlier = sampler_of(processor, model), drafts.Earlier()
     how = dict(group_size=2, temperature=0, images=images.Images.of(model, processor, prompts, pictures))
     plain = sampler.generate(prompts, **how)
-    former.put(range(3), plain.completions)
-    drafted = sampler.generate(prompts, **how, former=former.of(range(3)))
+    earlier.put(range(3), plain.completions)
+    drafted = sampler.generate(prompts, **how, earlier=earlier.of(range(3)))
     assert torch.equal(drafted.completion_ids, plain.completion_ids)
     assert not sampler.takes_drafts or torch.equal(drafted.drafted, drafted.lengths - 1)
 

@@ -28,7 +28,7 @@ LONGER = 4  # a later draft tries this many times the tokens drawn along the one
 WORTH = 8  # another pass follows if one drew this many tokens per row on average: it costs several decode steps
 
 
-class Former:
+class Earlier:
     """Completions of each prompt from its last pass; in memory only, so a resumed run begins with none."""
 
     def __init__(self, most_tokens: int = MOST_TOKENS):
@@ -64,33 +64,33 @@ class Former:
         self.num_tokens -= sum(map(len, self._by_prompt.pop(prompt, [])))
 
 
-def continuation(former: Sequence[array], text: array) -> array | None:
-    """A former completion that begins with a text and goes on; None if there is none.
+def continuation(earlier: Sequence[array], text: array) -> array | None:
+    """An earlier completion that begins with a text and goes on; None if there is none.
 
     Args:
-        former: in lexical order.
+        earlier: in lexical order.
         text: token ids.
 
     Returns:
         The middle one of several: if more than half of them go on alike, it is one of those.
     """
-    first = bisect_right(former, text)
-    last = bisect_right(former, text, lo=first, key=lambda ids: ids[: len(text)])
-    return former[(first + last) // 2] if first < last else None
+    first = bisect_right(earlier, text)
+    last = bisect_right(earlier, text, lo=first, key=lambda ids: ids[: len(text)])
+    return earlier[(first + last) // 2] if first < last else None
 
 
 def verify(
-    runner: Runner, groups: list[Group], former: Sequence[Sequence[array]], sampling: Sampling
+    runner: Runner, groups: list[Group], earlier: Sequence[Sequence[array]], sampling: Sampling
 ) -> tuple[list[int], list[int]]:
-    """Draws tokens of rows along their prompts' former completions, in a few forward passes.
+    """Draws tokens of rows along their prompts' earlier completions, in a few forward passes.
 
-    Drafts grow while they are right. After a token that differs, another former completion that
+    Drafts grow while they are right. After a token that differs, another earlier completion that
     begins with the new text is the next draft.
 
     Args:
         runner: holds the rows.
         groups: neighbors in the batch, each row of which has its first token.
-        former: completions of each prompt of the rollout, from `Former.of`.
+        earlier: completions of each prompt of the rollout, from `Earlier.of`.
         sampling: the distribution tokens are drawn from.
 
     Returns:
@@ -106,7 +106,7 @@ def verify(
             limit = min(len(texts[i]) + widths[i], runner.cache.space.tokens)
             if texts[i][-1] in ends or len(texts[i]) >= limit:
                 continue
-            if found := continuation(former[group.prompt], texts[i]):
+            if found := continuation(earlier[group.prompt], texts[i]):
                 drafts[i] = Draft(group, member, len(texts[i]), found[:limit])
         for part in _parts(drafts):
             results = runner.extend([drafts[i] for i in part], sampling)

@@ -67,7 +67,7 @@ class Engine:
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether `decode` uses former completions: a state cannot go back to where a draft differs."""
+        """Whether `decode` uses earlier completions: a state cannot go back to where a draft differs."""
         return not self.runner.states.kept
 
     @property
@@ -99,7 +99,7 @@ class Engine:
         max_rows: int = 0,
         images: Images | None = None,
         stopping: Stopping | None = None,
-        former: Sequence[Sequence[array]] = (),
+        earlier: Sequence[Sequence[array]] = (),
     ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor]]:
         """Completions of every prompt; yields while the device is at work, so that engines can take turns.
 
@@ -113,7 +113,7 @@ class Engine:
             images: of the P prompts, if the model is given any.
             stopping: ends rows at a stop string, at the next host check; the caller cuts what
                 follows it.
-            former: earlier completions of each prompt, to be drafts; see drafts.py.
+            earlier: earlier completions of each prompt, to be drafts; see drafts.py.
 
         Returns:
             Tokens [B, T] int64, -1 after the end, and their log-probabilities [B, T] fp32, 0 after
@@ -136,7 +136,7 @@ class Engine:
                 entered = schedule.admit()
                 for groups in prefill_parts(entered):
                     runner.prefill(groups, prompts, sampling, images)
-                ahead = self._draw_along(former, entered, sampling) if entered and former else []
+                ahead = self._draw_along(earlier, entered, sampling) if entered and earlier else []
                 schedule.draw_ahead(ahead)
                 rows, b = len(schedule.rows), schedule.batch_size
                 if entered or kept is not None:
@@ -162,9 +162,9 @@ class Engine:
             raise FloatingPointError(NOT_FINITE)
         return tokens, logps
 
-    def _draw_along(self, former: Sequence[Sequence[array]], groups: list[Group], sampling: Sampling) -> list[int]:
+    def _draw_along(self, earlier: Sequence[Sequence[array]], groups: list[Group], sampling: Sampling) -> list[int]:
         """Tokens that each new row draws by `drafts.verify`."""
-        ahead, drafted = drafts.verify(self.runner, groups, former, sampling)
+        ahead, drafted = drafts.verify(self.runner, groups, earlier, sampling)
         self.drafted[[row.sequence for group in groups for row in group.rows]] = torch.tensor(drafted)
         return ahead
 

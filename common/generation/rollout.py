@@ -102,7 +102,7 @@ class Sampler:
         step: int = 0,
         prompt_numbers: Sequence[int] | None = None,
         images: Images | None = None,
-        former: Sequence[Sequence[array]] = (),
+        earlier: Sequence[Sequence[array]] = (),
     ) -> RolloutBatch:
         """Samples `group_size` completions for every prompt.
 
@@ -115,7 +115,7 @@ class Sampler:
             prompt_numbers: place of each prompt in the whole step's batch, over all ranks; 0..P-1
                 by default.
             images: of the P prompts, for a policy that reads images; the batch refers to them.
-            former: earlier completions of the P prompts, from `drafts.Former.of`; see `takes_drafts`.
+            earlier: earlier completions of the P prompts, from `drafts.Earlier.of`; see `takes_drafts`.
 
         Returns:
             B = P * group_size sequences on the device of the first replica, the completions of a
@@ -132,7 +132,7 @@ class Sampler:
         sampling = dataclasses.replace(self.sampling, temperature=temperature)
         prompt_numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
         uniforms_BC = uniforms(seed, step, prompt_numbers, group_size, self.max_new_tokens)
-        tokens_BC, logps_BC, drafted_B = self._decode(prompts, group_size, uniforms_BC, sampling, images, former)
+        tokens_BC, logps_BC, drafted_B = self._decode(prompts, group_size, uniforms_BC, sampling, images, earlier)
         stopped_B = self.stopping.cut(tokens_BC, logps_BC) if self.stopping else None
         batch = assemble(prompts, group_size, tokens_BC, logps_BC, self.pad_id, self.end_ids, images, stopped_B)
         batch.drafted = None if drafted_B is None else drafted_B.minimum(batch.lengths)  # a stop string may cut them
@@ -145,7 +145,7 @@ class Sampler:
         uniforms_BC: torch.Tensor,
         sampling: Sampling,
         images: Images | None,
-        former: Sequence[Sequence[array]],
+        earlier: Sequence[Sequence[array]],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Tokens [B, C], -1 after the end, their log-probabilities, and how many of each row stood in drafts.
 
@@ -156,7 +156,7 @@ class Sampler:
         shares = [share for share in deal(costs, len(self.replicas)) if share]  # with few prompts, not one per replica
         within_window = self._within_window(prompts)
         path, engines = (self.path, self.engines) if within_window else (self._beyond_window, self._beyond_engines)
-        drafting = bool(former) and _take_drafts(engines)
+        drafting = bool(earlier) and _take_drafts(engines)
         for engine in filter(None, self.engines):
             engine.rows = 0
 
@@ -165,7 +165,7 @@ class Sampler:
             own = None if images is None else images.select(torch.tensor(share))
             work = [prompts[k] for k in share], group_size, uniforms_bC, sampling
             if engines[replica]:
-                drafts = {"former": [former[k] for k in share]} if drafting else {}
+                drafts = {"earlier": [earlier[k] for k in share]} if drafting else {}
                 return engines[replica].decode(*work, self.rollout_batch, own, self.stopping, **drafts)
             ids = self.end_ids, self.suppressed_ids
             more = self.rollout_batch, own, self.stopping, path.left_padding
@@ -184,7 +184,7 @@ class Sampler:
             for k in range(2)
         )
         if not drafting:  # a batch may get rows of others, so that all have counts or none
-            return tokens_BC, logps_BC, torch.zeros(len(tokens_BC), dtype=torch.long) if former else None
+            return tokens_BC, logps_BC, torch.zeros(len(tokens_BC), dtype=torch.long) if earlier else None
         drafted = torch.cat([engine.drafted for engine, _ in zip(engines, shares, strict=False)])
         return tokens_BC, logps_BC, drafted.unflatten(0, (-1, group_size))[back.cpu()].flatten()
 
@@ -214,7 +214,7 @@ class Sampler:
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether former completions make sampling faster; otherwise `generate` ignores them."""
+        """Whether earlier completions make sampling faster; otherwise `generate` ignores them."""
         return _take_drafts(self.engines)
 
     def _decoders(self, path: paths.Path, compile: bool) -> list[Any]:

@@ -10,7 +10,7 @@ import torch
 from common.base import background, distributed
 from common.generation import rollout
 from common.generation.batches import RolloutBatch
-from common.generation.drafts import Former
+from common.generation.drafts import Earlier
 from common.generation.stopping import Stopping
 from common.loop.policy import Policy
 from common.loop.scorer import Scorer
@@ -46,7 +46,7 @@ class Sampler(rollout.Sampler):
             rollout_batch=cfg.rollout_batch, compile=cfg.compile,
             stopping=Stopping(cfg.stops, policy.tokenizer) if cfg.stops else None, trained=policy.wrapped[0],
         )  # fmt: skip
-        self.cfg, self.policy, self.former = cfg, policy, Former()
+        self.cfg, self.policy, self.earlier = cfg, policy, Earlier()
         self.drafts = cfg.drafts and self.takes_drafts
         if cfg.drafts and not self.drafts:
             served = "only the decode engine takes them, of models without layers that keep a state"
@@ -95,10 +95,10 @@ class Sampler(rollout.Sampler):
         rows = [e.index for e in examples_P]
         batch = self.generate(
             [e.prompt_ids for e in examples_P], group_size=cfg.group_size, temperature=cfg.temperature, seed=cfg.seed,
-            step=step, prompt_numbers=numbers, images=images, former=self.former.of(rows) if self.drafts else (),
+            step=step, prompt_numbers=numbers, images=images, earlier=self.earlier.of(rows) if self.drafts else (),
         )  # fmt: skip
         if self.drafts:
-            self.former.put(rows, batch.completions)
+            self.earlier.put(rows, batch.completions)
         return batch
 
     def sample(

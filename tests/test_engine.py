@@ -16,11 +16,12 @@ from bounds import assert_rounded
 from conftest import TINY, tiny_model
 from test_rollout import NORMS, assert_same, completions, in_double  # noqa: F401
 
-from common.generation import cache, scheduler
-from common.generation.cache import FlashCache, SdpaCache
+from common.generation import flash_cache, scheduler
+from common.generation.flash_cache import FlashCache
 from common.generation.rollout import Sampler
 from common.generation.runner import Runner
 from common.generation.scheduler import Group, Row, Scheduler, Space
+from common.generation.sdpa_cache import SdpaCache
 from common.model import attention, head
 from common.model.attention import Packed
 
@@ -234,7 +235,7 @@ def as_on_gpu(monkeypatch):
         yield
         under_capture.pop()
 
-    monkeypatch.setattr(cache, "_flash", plain_flash)
+    monkeypatch.setattr(flash_cache, "_flash", plain_flash)
     for name in ("Stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *args, **kwargs: SimpleNamespace(wait_stream=lambda other: None))
     for name in ("stream", "device"):
@@ -403,12 +404,12 @@ def test_engine_says_what_serves(monkeypatch, as_on_gpu):
 
 
 def test_flash_decode_can_be_traced(monkeypatch, in_single):
-    monkeypatch.setattr(cache, "_flash", plain_flash)
+    monkeypatch.setattr(flash_cache, "_flash", plain_flash)
     q, k, v = torch.randn(6, 4, 8), torch.randn(20, 2, 8), torch.randn(20, 2, 8)
     offsets, starts, used = (torch.tensor(x, dtype=torch.int32) for x in ([0, 4, 6, 6], [3, 10, 0, 0], [5, 2, 1]))
-    out, lse = cache.flash_decode(q, k, v, offsets, starts, 4, 8, 0.3, used)
+    out, lse = flash_cache.flash_decode(q, k, v, offsets, starts, 4, 8, 0.3, used)
     assert out.shape == q.shape and lse.shape == (4, 6) and lse.dtype == torch.float32
-    torch.library.opcheck(cache.flash_decode, (q, k, v, offsets, starts, 4, 8, 0.3, used),
+    torch.library.opcheck(flash_cache.flash_decode, (q, k, v, offsets, starts, 4, 8, 0.3, used),
                           test_utils=("test_schema", "test_faketensor"))  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.fused import blocks, step, tiles
 from common.generation import runner
-from common.generation.cache import FlashCache
+from common.generation.flash_cache import FlashCache
 from common.generation.scheduler import Group, Row, Space
 from common.maths.sampling import Sampling, distribution, draw
 from common.model import attention

@@ -18,8 +18,9 @@ from test_rollout import Letters
 from common.fused import tiles
 from common.generation import drafts
 from common.generation.batches import RolloutBatch, deal
-from common.generation.cache import FlashCache, SdpaCache
+from common.generation.flash_cache import FlashCache
 from common.generation.rollout import Sampler
+from common.generation.sdpa_cache import SdpaCache
 from common.generation.stopping import Stopping, find
 from common.maths import losses
 from common.model import logprobs, models, passes

@@ -13,7 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from common.base import devices
 from common.base.devices import GIB
-from common.generation import cache
+from common.generation.flash_cache import FlashCache
+from common.generation.scheduler import Space
+from common.generation.sdpa_cache import SdpaCache
 from common.model import attention, lora
 from common.planning import footprint, layouts, plan, shapes
 from common.training import optim
@@ -105,8 +107,8 @@ def test_a_tiny_model_and_the_cache_take_what_the_plan_says(models):
     """Weights, adapters, optimizer state and cache as allocated by the objects themselves, whatever the dtype."""
     layers = [attention.Layer(torch.nn.Module(), 2, 128, 6)] * 28  # of the 1.5b model
     sizes = dict(batch_size=4, group_size=8, max_new_tokens=100, max_prompt_tokens=300)
-    space = cache.Space(rows=32, batch=32, prompts=4, group_size=8, longest=300, tokens=100)
-    for dtype, kind, own in (("fp32", torch.float32, cache.SdpaCache), ("bf16", torch.bfloat16, cache.FlashCache)):
+    space = Space(rows=32, batch=32, prompts=4, group_size=8, longest=300, tokens=100)
+    for dtype, kind, own in (("fp32", torch.float32, SdpaCache), ("bf16", torch.bfloat16, FlashCache)):
         options, model = dict(policy_model=models["tiny"], dtype=dtype), build_model("qwen2").to(kind)
         always = planned("gspo/gspo.py", **options).gpus[0].always
         assert always["weights"] == sum(p.nbytes for p in model.parameters())

@@ -306,7 +306,7 @@ def attention(qkv, cos, sin, q_norm, k_norm, keys, values, table, rows, segments
     that keys of a prompt are read once; the others attend to the own tokens of one row. With 0, which
     is faster for short prompts, a row attends to both. `parts` is [PROMPT_PARTS + OWN_PARTS, b, HQ,
     D] fp32; `arrived` [b, HQ] int32, zero before and after. `segments` and `table` are those of
-    `cache.FlashCache` and `runner.RowState`.
+    `flash_cache.FlashCache` and `runner.RowState`.
     """
     PARTS: tl.constexpr = PROMPT_PARTS + OWN_PARTS
     _wait(OVERLAP)

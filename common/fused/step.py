@@ -183,7 +183,7 @@ class Step:
         Args:
             b: rows.
             table: of `runner.RowState`.
-            cache: a `cache.FlashCache` with keys and values of the rows.
+            cache: a `flash_cache.FlashCache` with keys and values of the rows.
             sampling: of a draw that follows.
         """
         if self.device.type == "cuda" and (b, cache.space) not in self.compiled:

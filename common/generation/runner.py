@@ -16,8 +16,10 @@ from transformers import PreTrainedModel
 
 from common.fused.step import Step
 from common.generation import delta_rule
-from common.generation.cache import Cache, FlashCache, SdpaCache
+from common.generation.cache import Cache
+from common.generation.flash_cache import FlashCache
 from common.generation.scheduler import Draft, Group, Space
+from common.generation.sdpa_cache import SdpaCache
 from common.generation.stopping import Stopping
 from common.maths.sampling import Sampling, distribution, draw
 from common.model import attention, merging, states

@@ -3,7 +3,7 @@
 `install` makes it the attention of a model. Ordinary calls still run transformers' own SDPA
 attention with its masks. A call with `rl=...` takes another `AttentionPath`: `Packed`, for training
 on sequences without padding, `Shared`, if some begin with the same prompt, or a key-value cache of
-common/generation/cache.py, for decoding.
+common/generation/flash_cache.py and sdpa_cache.py, for decoding.
 
 Hybrid models mix attention with layers that keep a state per sequence: linear attention, state
 spaces, convolutions. Such layers read padded rows (`Padded`), and carry their states in a cache of

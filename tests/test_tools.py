@@ -541,12 +541,15 @@ def test_show_prompt_prints_the_tokens_of_a_row_with_the_date_of_the_run(tmp_pat
     assert "rows 0 to 1" in capsys.readouterr().err
 
 
-def test_shared_prompts_are_fewer_tokens(capsys):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["x", "--shape", "tiny", "--device", "cpu", "--prompts", "2", "--scale", "32"])
-        load_script("benchmark_shared_prompts").main()
-    rows = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()[1:]]
-    tokens = {(case, shared): int(size.replace(",", "")) for _, case, shared, size, *_ in rows}
-    for case, saved in (("128 + 256,            1", 2 * 7 * 4), ("1024 + 256,            4", 2 * 4 * 32)):
-        assert tokens[case, "False"] - tokens[case, "True"] == saved
-    assert len(rows) == 8 and all(float(cell) > 0 for row in rows for cell in row[4:])
+def test_an_update_computes_fewer_tokens_where_prompts_are_shared(capsys):
+    argv = ["tiny", "--device", "cpu", "--prompts", "2", "--prompt_tokens", "10", "--new_tokens", "3", "--profile", "5"]
+    load_script("benchmark_update").main([*argv, "--micro_batch_tokens", "64", "512", "--repetitions", "1"])
+    out = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line.startswith("| tiny")]
+    # 2 groups of 8 in 4 minibatches: each has two completions of both prompts
+    each, once = 16 * 13, 16 * 3 + 4 * 2 * 10
+    assert [row[1:5] for row in rows] == [
+        ["each", "64", str(each), "4"], ["each", "512", str(each), "4"],
+        ["once", "64", str(once), "4"], ["once", "512", str(once), "4"],
+    ]  # fmt: skip
+    assert all(float(row[i]) > 0 for row in rows for i in (5, 6)) and "aten::mm" in out

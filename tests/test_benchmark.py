@@ -203,7 +203,7 @@ def test_prompts_have_as_many_tokens_as_asked_for_and_end_tokens_make_geometric_
 
 # a script that is quick, and fails with the policy "toy"
 STUB = """
-import json, pathlib, sys, time
+import json, os, pathlib, sys, time
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 out_dir = pathlib.Path(options["--out_dir"])
 out_dir.mkdir()
@@ -219,6 +219,7 @@ with open(out_dir / "metrics.jsonl", "w", buffering=1) as file:
             sys.exit("out of memory, say")
         line = {"step": step, "seconds": 3.0, "seconds_rollout": 1.0, "seconds_update": 2.0, "memory_gib": []}
         file.write(json.dumps({"step": step, "eval_reward": 0.5}) + "\\n")
+        line["cache"] = os.environ.get("TRITON_CACHE_DIR")
         file.write(json.dumps({**line, "reward": 0.0, "completion_length": 8.0}) + "\\n")
 time.sleep(60)  # it would save now
 """
@@ -322,6 +323,10 @@ def test_what_fails_is_reported_and_the_others_run(command, capsys, tmp_path):
     printed = capsys.readouterr()
     assert "| cpu-toy | failed | " in printed.out and "| tiny | 3 | " in printed.out
     assert "out of memory, say" in printed.err
+    # --cold starts with caches of its own
+    code, (cold,) = command("--setting", "tiny", "--steps", "5", "--cold")
+    assert code == 0 and cold["lines"][0]["cache"].startswith(str(tmp_path / "work" / "runs" / "tiny-"))
+    assert done["lines"][0]["cache"] == os.environ.get("TRITON_CACHE_DIR")
     # peers are measured over the same cycles; here the second fails
     code, (result,) = command("--setting", "tiny", "--steps", "5", "--peer", "trl", "trl_bf16")
     assert code == 1 and result["trl"]["seconds"] == 7.0 and "--num_minibatches 2" in result["trl"]["command"]

@@ -461,8 +461,9 @@ def measure(
         arrivals.extend([time.monotonic()] * (len(read_steps(folder / "run")) - len(arrivals)))
         return len(arrivals) >= args.steps
 
+    caches = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR") if args.cold else ()
     began = time.monotonic()
-    run(command, folder, done, args.timeout, args.ranks)
+    run(command, folder, done, args.timeout, args.ranks, **{name: str(folder / name.lower()) for name in caches})
     lines, cfg = read_steps(folder / "run")[: args.steps], json.loads((folder / "run" / "config.json").read_bytes())
     shape, (bandwidth, peak) = shape_of(policy), CARDS.get(card(setting.device), (None, None))
     other = shape_of(teacher) if teacher else None
@@ -614,6 +615,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Setting], list
     add("--bandwidth", type=float, help="memory bandwidth in bytes per second, for an unknown card")
     add("--flops", type=float, help="peak FLOP/s in the dtype used, for such a card")
     add("--ranks", type=int, default=1, help="processes, one per GPU, for a script that runs under torchrun")
+    add("--cold", action="store_true", help="start with empty caches of compiled code, for the columns first and start")
     add("--script", default="", help="script to measure (default: gspo/gspo.py, with a teacher gkd/gkd.py)")
     add(
         "--embedder", choices=["bge-m3"], help="embedding model of grpo/similarity_grpo.py: random weights of the shape"

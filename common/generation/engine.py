@@ -113,7 +113,7 @@ class Engine:
             images: of the P prompts, if the model is given any.
             stopping: ends rows at a stop string, at the next host check; the caller cuts what
                 follows it.
-            earlier: earlier completions of each prompt, to be drafts; see drafts.py.
+            earlier: completions of each prompt in its last pass, to be drafts; see drafts.py.
 
         Returns:
             Tokens [B, T] int64, -1 after the end, and their log-probabilities [B, T] fp32, 0 after

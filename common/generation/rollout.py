@@ -115,7 +115,7 @@ class Sampler:
             prompt_numbers: place of each prompt in the whole step's batch, over all ranks; 0..P-1
                 by default.
             images: of the P prompts, for a policy that reads images; the batch refers to them.
-            earlier: earlier completions of the P prompts, from `drafts.Earlier.of`; see `takes_drafts`.
+            earlier: completions of the P prompts in their last pass, from `drafts.Earlier.of`; see `takes_drafts`.
 
         Returns:
             B = P * group_size sequences on the device of the first replica, the completions of a

@@ -31,6 +31,8 @@ import pytest
 if importlib.util.find_spec("triton") and not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"  # kernels of common/fused/ run on the CPU; read when they are defined
 
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # for each of many test processes, not one for each core
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast

@@ -135,11 +135,15 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def model_folders(tmp_path_factory) -> dict[str, Path]:
     """Saved folders of the tiny models: "qwen2", "gpt2", and "teacher", of the same shape as the first."""
-    folders = {}
+    import torch
+
+    folders, before = {}, torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # the first test that asks for them may run in fp64
     for family in ("qwen2", "gpt2", "teacher"):
         folders[family] = tmp_path_factory.mktemp(family)
         build_model(family).save_pretrained(folders[family])
         build_tokenizer().save_pretrained(folders[family])
+    torch.set_default_dtype(before)
     return folders
 
 

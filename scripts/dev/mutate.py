@@ -1,4 +1,4 @@
-"""Mutation test: puts 79 small faults into copies of this project, one at a time, and runs the tests on each.
+"""Mutation test: puts 80 small faults into copies of this project, one at a time, and runs the tests on each.
 
 Run:  python scripts/dev/mutate.py --out faults.md                  all faults, each against the fast tier
       python scripts/dev/mutate.py --out faults.md --first-only     only the test files named with each fault
@@ -106,6 +106,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("fused-merge", "factor", "common/fused/kernels.py", "        total += weight\n", "        total += 1\n", "fused"),
     ("fused-squares", "mask", "common/fused/kernels.py", "squares + t[None, :] * padded + m[:, None]",
      "squares + 0 * t[None, :] * padded + m[:, None]", "fused"),
+    ("prompts-of-plan", "factor", "common/planning/footprint.py", "(min(rows, prompts) if once else rows)", "rows",
+     "plan"),
     ("reserve-of-memory", "check", "common/planning/plan.py", "times(2).fits(room)", "times(2).fits()", "plan"),
     # models of any family: the path they decode on, and states of hybrids
     ("any-path", "check", "common/generation/paths.py", "        if not failure:\n", "        if True:\n", "contract"),

@@ -130,7 +130,7 @@ def digits(text: str, *, everywhere: bool = True) -> str:
     return answer_words.to_digits(answer_chinese.to_ascii(text, everywhere=everywhere), everywhere=everywhere)
 
 
-@functools.lru_cache(maxsize=4096)  # extraction reads a text up to three times
+@functools.lru_cache(maxsize=256)  # extraction reads a text up to three times in a row
 def read(text: str) -> Answer | None:
     """Value of a text that is an answer as a whole; None for prose, a negation or an empty text."""
     text = clean(text)

@@ -184,12 +184,6 @@ def test_prompts_have_as_many_tokens_as_asked_for_and_end_tokens_make_geometric_
     assert max(max(example.prompt_ids) for example in examples) < 509  # words only
     made = (folder / "model.safetensors").stat().st_mtime_ns
     assert base.make_model("tiny", num_ends, tmp_path) == folder
-    # another process may be as far at the same time
-    (tmp_path / "second").mkdir()
-    base.keep(tmp_path / "second", folder)
-    assert (folder / "config.json").exists()
-    with pytest.raises(OSError):
-        base.keep(tmp_path / "none", tmp_path / "place")
     assert (folder / "model.safetensors").stat().st_mtime_ns == made
     ends = sources.end_token_ids(tokenizer, model)
     assert len(ends) == num_ends and tokenizer.eos_token_id in ends and tokenizer.pad_token_id not in ends

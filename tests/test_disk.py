@@ -253,6 +253,16 @@ def test_every_call_from_one_on_fails(trial):
         trial(number, code, lasting=True)
 
 
+def test_a_folder_that_another_process_finished_first_stays(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model").write_text(name)
+        storage.publish(tmp_path / name, tmp_path / "place")
+    assert (tmp_path / "place" / "model").read_text() == "first"
+    with pytest.raises(OSError):
+        storage.publish(tmp_path / "none", tmp_path / "other")
+
+
 def test_compiled_code_is_kept_where_a_restart_leaves_it(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/chosen")
     storage.keep_compiled_code()

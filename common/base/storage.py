@@ -118,6 +118,23 @@ def remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
+def publish(unfinished: Path, folder: Path) -> None:
+    """Moves a finished folder to its place, unless another process has put one there first.
+
+    Args:
+        unfinished: on the same file system; stays where it is if it is not needed.
+        folder: its place.
+
+    Raises:
+        OSError: it cannot be moved, and there is none.
+    """
+    try:
+        unfinished.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+
+
 def append(path: Path, text: str) -> None:
     """Appends text to a file, which is created if it is absent: all of it, or none if an error is raised.
 

@@ -23,6 +23,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from common.base import storage
+
 NUM_DIGITS = 5  # of a prompt; they differ and exclude zero, so that answers have no ties and no leading zero
 NUM_ROWS = {"train": 4096, "test": 256}
 
@@ -86,11 +88,7 @@ def folder(name: str = "toy") -> Path:
         tokenizer = _tokenizer()
         _warm_started(tokenizer, STEPS[name], *RECIPES[name]).save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
-        try:
-            unfinished.rename(target)
-        except OSError:  # fine if another process was first
-            if not target.is_dir():
-                raise
+        storage.publish(unfinished, target)
     return target
 
 

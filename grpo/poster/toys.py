@@ -28,6 +28,7 @@ from transformers import (
 from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl import Qwen2VLImageProcessorPil
 
+from common.base import storage
 from common.model import images
 from common.tasks import toy
 from grpo.poster import records, synthetic
@@ -94,11 +95,7 @@ def folder(name: str = "toy-poster") -> Path:
             _warm_start(model, processor or tokenizer, STEPS[name])
         model.save_pretrained(unfinished)
         (processor or tokenizer).save_pretrained(unfinished)
-        try:
-            unfinished.rename(target)
-        except OSError:  # fine if another process was first
-            if not target.is_dir():
-                raise
+        storage.publish(unfinished, target)
     return target
 
 

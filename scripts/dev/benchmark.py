@@ -79,7 +79,6 @@ from benchmark_base import (
     attempt,
     card,
     decode_bytes,
-    keep,
     machine,
     make_model,
     make_tokenizer,
@@ -93,7 +92,7 @@ from benchmark_base import (
     write_prompts,
 )
 
-from common.base import config, devices
+from common.base import config, devices, storage
 from common.base.checks import require
 from common.model import models, sources
 from common.planning import layouts, plan
@@ -177,7 +176,7 @@ def make_embedder(work_dir: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
         for part in (XLMRobertaModel(cfg).half(), tokenizer):
             part.save_pretrained(Path(unfinished) / folder.name)
-        keep(Path(unfinished) / folder.name, folder)
+        storage.publish(Path(unfinished) / folder.name, folder)
     return folder
 
 

@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from common.base import devices
+from common.base import devices, storage
 from common.base.checks import require
 from common.model import sources
 from common.planning import shapes
@@ -114,17 +114,8 @@ def make_model(name: str, num_ends: int, work_dir: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
         for part in (model, make_tokenizer(cfg.vocab_size)):
             part.save_pretrained(Path(unfinished) / folder.name)
-        keep(Path(unfinished) / folder.name, folder)
+        storage.publish(Path(unfinished) / folder.name, folder)
     return folder
-
-
-def keep(unfinished: Path, folder: Path) -> None:
-    """Moves a finished folder to its place, unless another process was faster."""
-    try:
-        os.replace(unfinished, folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
 
 
 def write_prompts(path: Path, rows: int, prompt_tokens: int, vocabulary: int) -> None:

@@ -9,6 +9,7 @@ Every row has --new_tokens tokens; prompts have 60 to 127. A rollout is timed af
 
 import argparse
 import platform
+import statistics
 import sys
 import time
 import warnings
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 import benchmark_base
 
+from common.base import devices
 from common.generation.rollout import Sampler
 from common.model.logprobs import LogProbs
 
@@ -39,14 +41,16 @@ def build(shape: str, device: torch.device) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=False).eval()
 
 
-def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Time of the second call."""
-    for _ in range(2):
+def seconds(work: Callable[[], object], device: torch.device, repetitions: int = 1) -> float:
+    """Median time of calls after the first, which may compile."""
+    took = []
+    for _ in range(1 + repetitions):
+        devices.synchronize([device])
         start = time.perf_counter()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+        devices.synchronize([device])
+        took.append(time.perf_counter() - start)
+    return statistics.median(took[1:])
 
 
 def measure(shape: str, device: torch.device, rows: int, new_tokens: int, plain: bool) -> str:

@@ -13,11 +13,9 @@ GSPO's loss on random tokens, with AdamW. Every completion has all its tokens. C
 """
 
 import argparse
-import statistics
+import functools
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -27,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 import benchmark_base as base
 from benchmark import update_flops
-from benchmark_models import build
+from benchmark_models import build, seconds
 
 from common.base import devices
 from common.generation.batches import RolloutBatch, assemble
@@ -83,17 +81,6 @@ class Update:
                 self.optimizer.scale(-ratio_m.sum() / len(self.tokens_BC)).backward()
             self.optimizer.step(1.0)
 
-    def seconds(self, work: Callable[[], None]) -> float:
-        """Median time of a piece of work, which ran once before."""
-        took = []
-        for _ in range(1 + self.args.repetitions):
-            devices.synchronize([self.device])
-            began = time.perf_counter()
-            work()
-            devices.synchronize([self.device])
-            took.append(time.perf_counter() - began)
-        return statistics.median(took[1:])
-
     def measure(self, micro_batch_tokens: int, shared: bool, peak: float | None) -> list[str]:
         """A row of the table.
 
@@ -106,14 +93,13 @@ class Update:
         micros = list(chain(*minibatches))
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        seconds = self.seconds(lambda: self.run(minibatches))
+        update = seconds(lambda: self.run(minibatches), self.device, self.args.repetitions)
         gib = torch.cuda.max_memory_allocated() / devices.GIB if self.device.type == "cuda" else None
-        without = self.seconds(
-            lambda: passes.fill(micros, "ref_logps", self.policy, self.device, micro_batch_tokens)
-        )  # fmt: skip
-        mfu = base.shown(self.flops / seconds / peak if peak else None, ".1%")
+        fill = functools.partial(passes.fill, micros, "ref_logps", self.policy, self.device, micro_batch_tokens)
+        log_probs = seconds(fill, self.device, self.args.repetitions)
+        mfu = base.shown(self.flops / update / peak if peak else None, ".1%")
         counts = f"{sum(micro.size for micro in micros):,}", str(len(micros))
-        times = f"{seconds:.3f}", f"{without:.3f}"
+        times = f"{update:.3f}", f"{log_probs:.3f}"
         return ["once" if shared else "each", f"{micro_batch_tokens:,}", *counts, *times, mfu, base.shown(gib, ".1f")]
 
     def kernels(self, number: int) -> str:

@@ -392,7 +392,7 @@ def test_a_scorer_that_fails_is_an_error_of_the_batch_and_tried_out_again(custom
         error = custom.scored([item(extra_info={"do": "raise"})])[0]["error"]
         assert error["code"] == "scorer_failed" and error["retryable"] is True
         assert "KeyError" in error["message"] and "secret" not in error["message"]
-    wait_for(lambda: custom.rewards.state == "ready")
+    wait_for(lambda: custom.rewards.failures == 0 and custom.rewards.state == "ready")  # tried out, not yet degraded
     assert custom.scored([item()])[0]["ok"] and custom.rewards.failures == 0
     assert capsys.readouterr().err.count("KeyError: 'secret'") == worker.FAILURES
     assert custom.metric('item_errors_total{code="scorer_failed"}') == worker.FAILURES

@@ -11,7 +11,7 @@ import pytest
 import torch
 from bounds import assert_rounded, rounding
 from comparing import TERMS, assert_close, config_of
-from conftest import TINY, assert_equal_weights, build_tokenizer, tiny_model
+from conftest import ROOT, TINY, assert_equal_weights, build_tokenizer, load_script, tiny_model
 from safetensors.torch import load_file
 from test_rollout import Letters
 
@@ -22,6 +22,7 @@ from common.generation.flash_cache import FlashCache
 from common.generation.rollout import Sampler
 from common.generation.sdpa_cache import SdpaCache
 from common.generation.stopping import Stopping, find
+from common.loop import Policy, Reference
 from common.maths import losses
 from common.model import logprobs, models, passes
 from common.run import checkpoint
@@ -183,6 +184,26 @@ def test_before_the_first_update_every_ratio_is_exactly_1(model_folders, cuda, f
         assert logps.requires_grad and logps.dtype == torch.float32
         ratio = losses.sequence_ratio(logps, micro.old_logps, micro.completion_mask)
         assert ratio.tolist() == [1.0] * len(micro)
+
+
+@needs(1)
+def test_a_reference_runs_the_code_that_was_compiled_for_the_policy(model_folders, cuda):
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    made = load_script(ROOT / "gspo" / "gspo.py").Config
+    cfg = made(policy_model=str(model_folders["qwen2"]), dtype="bf16", kl_coef=0.1)
+    policy = Policy(cfg)
+    reference = Reference(cfg, policy)
+    batch = generate(Sampler([policy.model], **OPTIONS, compile=False), seed=0)
+    micros = [m for part in batch.minibatches(2, 40, True) for m in part]
+    graphs = []
+    for fill in (lambda: policy.fill_logps(micros, "old_logps", 40), lambda: reference.fill_logps(micros, 40)):
+        fill()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert policy.wrapped[0].compiled and graphs[0] == graphs[1] > 0
+    assert all(torch.equal(micro.old_logps, micro.ref_logps) and micro.old_logps.any() for micro in micros)
+    assert not any(p.grad is not None for p in reference.frozen.parameters())
 
 
 Settings = dataclasses.make_dataclass("Settings", [("keep_checkpoints", int, 2), ("learning_rate", float, 1e-3)])

@@ -364,7 +364,7 @@ class Step:
         finally:
             del self._start  # the method again
         with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(self.device,)) as pool:
-            list(pool.map(lambda job: job(), jobs.values()))
+            list(pool.map(lambda job: job().run, jobs.values()))  # `run` compiles the kernel's launcher, too
 
 
 def _parts(programs: int, tokens: int) -> int:

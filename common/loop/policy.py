@@ -173,6 +173,8 @@ class Reference:
             self.wrapped = [policy.wrapper(self.frozen, train_entropy=False, compile=compile)]
             if policy.sharded:
                 sharding.shard_frozen(self.wrapped[0], policy.home)
+            elif compile:  # no gradient is computed, but code compiled for the policy's weights serves these, too
+                self.frozen.get_decoder().requires_grad_()
 
     @property
     def has_own_gpu(self) -> bool:

@@ -91,6 +91,9 @@ class LogProbs(nn.Module):
             for block in attention.decoder_layers(model, support):
                 if block._compiled_call_impl is None:  # or the reference would discard the policy's compiled code
                     block.compile(dynamic=True)  # blocks of one type share compiled code
+            from torch._inductor.async_compile import maybe_warm_pool
+
+            maybe_warm_pool()  # compiler processes take seconds to start: until the first pass they are ready
 
     @property
     def layout(self) -> str:

@@ -53,6 +53,7 @@ def fill(
     limit = 0 if sharded else FORWARD_FACTOR * micro_batch_tokens
     if not policies[0].packs(max((micro.longest for micro in micros), default=0) if limit else 0):
         limit = 0
+    exact = field == "old_logps" and not limit and not sharded
     queues: list[list[_ForwardPass]] = []
     for number, (model, where) in enumerate(zip(policies, devices, strict=True)):
         own = [micro for micro in micros if len(policies) == 1 or micro.replica == number]
@@ -63,7 +64,7 @@ def fill(
         for pool in pools:
             inputs = _inputs(pool, where, images)
             parts = _parts(pool, limit) if limit else [list(range(len(inputs[0])))]
-            queues[-1] += [_ForwardPass(pool, inputs, part, model, not limit, not sharded) for part in parts]
+            queues[-1] += [_ForwardPass(pool, inputs, part, model, exact, not sharded) for part in parts]
     passes = [queue[k] for k in range(max(map(len, queues))) for queue in queues if k < len(queue)]
     found, filled = [], {}
     for forward in passes:
@@ -102,7 +103,7 @@ class _ForwardPass:
     inputs: list[torch.Tensor | Images | None]  # of all rows of the micro-batches
     rows: list[int]
     policy: nn.Module
-    exact: bool  # compute as the update does
+    exact: bool  # compute as the update does, to the last bit
     can_split: bool  # retry in smaller parts if memory runs out
 
     def values(self) -> list[tuple["_ForwardPass", torch.Tensor]]:
@@ -126,8 +127,7 @@ class _ForwardPass:
         # Gradients are on where a micro-batch must be computed by the same compiled graph as in the
         # update: the one without gradients may round differently. Its activations are freed before
         # the next.
-        trained = any(p.requires_grad for p in self.policy.parameters())
-        with torch.set_grad_enabled(trained and self.policy.compiled and self.exact and self.can_split):
+        with torch.set_grad_enabled(self.exact and self.policy.compiled):
             return self.policy(*_select(self.inputs, self.rows))[0].detach()
 
 

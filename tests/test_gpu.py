@@ -24,7 +24,7 @@ from common.generation.sdpa_cache import SdpaCache
 from common.generation.stopping import Stopping, find
 from common.loop import Policy, Reference
 from common.maths import losses
-from common.model import logprobs, models, passes
+from common.model import head, logprobs, models, passes
 from common.run import checkpoint
 from common.tasks.embedder import Embedder
 from common.training import optim
@@ -86,7 +86,7 @@ def assert_log_probs(model, batch, temperature=1.0) -> None:
         with torch.no_grad():
             ids = torch.tensor([prompt + completion], device=model.device)
             hidden = plain.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0, len(prompt) - 1 : -1]
-            logits = logprobs.vocabulary_logits(plain, hidden) / temperature
+            logits = head.vocabulary_logits(plain, hidden) / temperature
         expected = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).squeeze(1)
         differences.append(expected - batch.rollout_logps[i, : len(completion)])
         magnitude = max(magnitude, logits.abs().max().item())

@@ -301,7 +301,7 @@ def test_copies_have_a_speed():
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 def test_two_ranks_on_gpus(launcher, tmp_path):
-    torchrun = [Path(sys.executable).with_name("torchrun"), "--nproc_per_node=2"]
+    torchrun = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc_per_node=2"]
     run = launcher.command(torchrun, starter(tmp_path, "gspo_ddp"), tmp_path, device="cuda").wait(200).succeeded()
     assert "all-reduce of 64 MiB by 2 ranks over nccl: right" in run.output and "copies in GiB/s" in run.output
     assert [row[:3] for row in rows(run.output, "rank  role ")][::3] == [["0", "policy", "0"], ["1", "policy", "1"]]

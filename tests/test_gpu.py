@@ -34,7 +34,7 @@ PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15, 16, 17], [20], [21, 22, 23,
 OPTIONS = dict(end_ids=[3], pad_id=0, max_new_tokens=12)
 MIXED = dict(end_ids=[3, 40, 41, 42, 43, 44], pad_id=0, max_new_tokens=40)  # rows end at many different times
 FIXED = dict(end_ids=[999], pad_id=0, max_new_tokens=20)  # and here all at once
-TORCHRUN = [Path(sys.executable).with_name("torchrun"), "--nproc_per_node=2"]
+TORCHRUN = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc_per_node=2"]  # on a free port
 MIB = 2**20
 pytestmark = pytest.mark.gpu
 

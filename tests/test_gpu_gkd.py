@@ -7,7 +7,7 @@ import pytest
 import torch
 from bounds import assert_rounded, rounding
 from comparing import TERMS, share
-from conftest import assert_equal_weights, build_model
+from conftest import assert_equal_weights, build_model, tiny_model
 from test_gpu import TORCHRUN, needs, run_script
 
 from common.base.devices import GIB
@@ -174,8 +174,9 @@ def test_layouts_of_two_gpus_are_one_gpu(launcher, one_gpu, tmp_path, script, co
 
 
 @needs(2)
-def test_a_teacher_spread_over_two_gpus_says_the_same(model_folders):
-    folder, gpus = str(model_folders["teacher"]), [torch.device("cuda", i) for i in range(2)]
+def test_a_teacher_spread_over_two_gpus_says_the_same(tmp_path):
+    tiny_model("qwen2", num_hidden_layers=8).save_pretrained(tmp_path)  # two layers could lie on one GPU
+    folder, gpus = str(tmp_path), [torch.device("cuda", i) for i in range(2)]
     spread, whole = models.load_spread(folder, gpus, "fp32"), models.load_frozen(folder, gpus[0], "fp32")
     ids = torch.arange(4, 20, device=gpus[0])[None]
     assert len(set(spread.hf_device_map.values())) == 2

@@ -446,22 +446,21 @@ def test_the_first_ratio_is_exactly_one(model_folders, family, checkpointing, dt
     assert all(g.any() for g in gradients(model, ratio.sum()).values())  # every weight takes part
 
 
-@pytest.mark.parametrize(("compiled", "trained"), [(True, True), (True, False), (False, True)])
-def test_fill_writes_rows_and_makes_gradients_only_where_the_update_is_compiled(
-    policies, monkeypatch, compiled, trained
-):
+@pytest.mark.parametrize(("compiled", "field"), [(True, "old_logps"), (True, "ref_logps"), (False, "old_logps")])
+def test_fill_writes_rows_and_computes_as_a_compiled_update_does_only_for_it(policies, monkeypatch, compiled, field):
     monkeypatch.setattr(head, "kernel", lambda function, compile: function)
-    model, modes, cut = copy.deepcopy(policies["qwen2"]).requires_grad_(trained), [], [[2, 0], [1], [3]]
+    model, modes, cut = copy.deepcopy(policies["qwen2"]), [], [[2, 0], [1], [3]]
     policy = LogProbs(model, 1.0)
     whole, _ = policy(*pack(PROMPTS, COMPLETIONS).tokens)
     policy.compiled = compiled
     model.model.register_forward_hook(lambda *args: modes.append(torch.is_grad_enabled()))
     micros = [pack([PROMPTS[i] for i in rows], [COMPLETIONS[i] for i in rows]) for rows in cut]
-    passes.fill(micros, "old_logps", policy, CPU)
+    passes.fill(micros, field, policy, CPU)
     for rows, micro in zip(cut, micros, strict=True):
-        assert_same(micro.old_logps, whole[rows][:, : micro.completion_ids.shape[1]])
-        assert micro.ref_logps is None and not micro.old_logps.requires_grad
-    assert modes == [compiled and trained] * 3
+        logps_mC = getattr(micro, field)
+        assert_same(logps_mC, whole[rows][:, : micro.completion_ids.shape[1]])
+        assert [micro.old_logps, micro.ref_logps].count(None) == 1 and not logps_mC.requires_grad
+    assert modes == [compiled and field == "old_logps"] * 3  # the reference is not in the update
     assert torch.is_grad_enabled() and all(p.grad is None for p in model.parameters())
 
 

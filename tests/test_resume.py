@@ -23,7 +23,7 @@ from common.run import checkpoint
 from common.training import budgets
 
 STEPS = 6  # of the run that nothing interrupts
-TORCHRUN = [Path(sys.executable).with_name("torchrun"), "--nproc_per_node=2"]
+TORCHRUN = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc_per_node=2"]
 
 
 @pytest.fixture(scope="module")

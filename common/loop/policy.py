@@ -173,7 +173,7 @@ class Reference:
             self.wrapped = [policy.wrapper(self.frozen, train_entropy=False, compile=compile)]
             if policy.sharded:
                 sharding.shard_frozen(self.wrapped[0], policy.home)
-            elif compile:  # no gradient is computed, but code compiled for the policy's weights serves these, too
+            elif self.wrapped[0].compiled:  # code compiled for weights with gradients then serves these, too
                 self.frozen.get_decoder().requires_grad_()
 
     @property

@@ -139,8 +139,8 @@ def main(cfg: Config, rewards=REWARDS) -> None:
             scoring = background.start(scorer.score, examples_P, batch, step)
             if cfg.dynamic_sampling:  # waits for the scores, then replaces groups with equal rewards, in place
                 batch = run.batch = resample(cfg, step, examples_P, batch, scoring, prompts, sampler, scorer, log)
-            minibatches = trainer.minibatches(batch)
             with run.phase("logprobs", collective=policy.sharded):
+                minibatches = trainer.minibatches(batch)
                 fill_logps(minibatches, policy, reference, trainer.micro_batch_tokens)
             with run.phase("score"):
                 scored = scoring.result()

@@ -60,20 +60,22 @@ def test_both_sides_decode_the_same_tokens_and_the_faster_mode_is_reported(tmp_p
     run = base.run
 
     def run_or_call(command, folder, *others, **environment):
-        if folder.name == "ours-fixed":  # one process of our side is enough
+        if folder.name in ("ours-8-8", "ours-12-12"):  # one process of our side is enough
             rollouts.main(command[2:])
         else:
             run(command, folder, *others, **environment)
 
     monkeypatch.setattr(base, "run", run_or_call)
-    argv = ["tiny", "--works", "tiny", "tiny-mixed", "--peer", "vllm", "--vllm_path", str(site.parent)]
+    monkeypatch.setitem(rollouts.WORKS, "longer", rollouts.Work(2, 4, 8, 12))
+    argv = ["tiny", "--works", "tiny", "longer", "tiny-mixed", "--peer", "vllm", "--vllm_path", str(site.parent)]
     argv += ["--device", "cpu", "--repetitions", "3", "--warmup", "1", "--bandwidth", "1e10"]
     assert rollouts.main([*argv, "--work_dir", str(tmp_path / "work"), "--out", str(out)]) == 0
     [result] = json.loads(out.read_text())["shapes"]
-    assert [*result["sides"]] == ["ours, fixed lengths", "ours, mixed lengths", "vLLM (0)", "vLLM (1)"]
-    ours = result["sides"]["ours, fixed lengths"]["works"] | result["sides"]["ours, mixed lengths"]["works"]
-    fixed, mixed = (ours[name]["lengths"] for name in ("tiny", "tiny-mixed"))
-    assert fixed == 3 * [8 * [8]]
+    our_sides = ["ours, 8 tokens", "ours, 12 tokens", "ours, 8 to 48 tokens"]
+    assert [*result["sides"]] == [*our_sides, "vLLM (0)", "vLLM (1)"]
+    ours = {name: work for side in our_sides for name, work in result["sides"][side]["works"].items()}
+    fixed, longer, mixed = (ours[name]["lengths"] for name in ("tiny", "longer", "tiny-mixed"))
+    assert fixed == 3 * [8 * [8]] and longer == 3 * [8 * [12]]
     assert all(8 <= length <= 48 for row in mixed for length in row) and mixed[0] != mixed[1] != mixed[2]
 
     lines = (site / "calls1.jsonl").read_text().splitlines()
@@ -83,12 +85,13 @@ def test_both_sides_decode_the_same_tokens_and_the_faster_mode_is_reported(tmp_p
     assert options.items() <= engine["engine"].items()
     assert engine["engine"]["max_model_len"] == 8 + max(max(row) for row in mixed)
     # for each work once without and once with log-probabilities; the prompts of a mixed work once per completion
-    assert calls[::2] == 12 * [{"reset": True}]
+    assert calls[::2] == 18 * [{"reset": True}]
     for i, call in enumerate(calls[1::2]):
         work, logprobs, repetition = i // 6, i // 3 % 2, i % 3
-        prompts = rollouts.describe(("tiny", "tiny-mixed")[work], 512, 3)["prompts"][repetition]
-        assert call["prompts"] == (prompts, [ids for ids in prompts for _ in range(4)])[work]
-        assert call["n"] == (2 * [4], 8 * [1])[work] and call["max_tokens"] == (2 * [8], mixed[repetition])[work]
+        prompts = rollouts.describe(("tiny", "longer", "tiny-mixed")[work], 512, 3)["prompts"][repetition]
+        assert call["prompts"] == (prompts, prompts, [ids for ids in prompts for _ in range(4)])[work]
+        assert call["n"] == (2 * [4], 2 * [4], 8 * [1])[work]
+        assert call["max_tokens"] == (2 * [8], 2 * [12], mixed[repetition])[work]
         said = {"logprobs": 0 if logprobs else None, "flat_logprobs": bool(logprobs), "ignore_eos": True}
         assert all(said.items() <= one.items() and one["temperature"] == 1.0 for one in call["options"])
 
@@ -102,7 +105,17 @@ def test_both_sides_decode_the_same_tokens_and_the_faster_mode_is_reported(tmp_p
     assert {figures[f"vLLM {kind}"]["side"] for kind in ("tokens", "tokens_and_logprobs")} == {"vLLM (1)"}
     printed = capsys.readouterr().out
     assert "| tiny | 2 x 4, 8 + 16, mixed up to 48 | " in printed and " (1) | " in printed
-    assert "| tiny | vLLM (0) | " in printed and "| tiny | ours, mixed lengths | " in printed
+    assert "| tiny | vLLM (0) | " in printed and "| tiny | ours, 8 to 48 tokens | " in printed
+
+
+def test_a_work_whose_completions_have_other_lengths_is_refused(tmp_path):
+    model, work = base.make_model("tiny", 1, tmp_path), rollouts.describe("tiny", 512, 1)
+    spec = {"model": str(model), "device": "cpu", "dtype": "auto"}
+    spec["works"] = [work, work | {"name": "longer", "min_new_tokens": 12, "max_new_tokens": 12}]
+    (tmp_path / "work.json").write_text(json.dumps(spec))
+    with pytest.raises(RuntimeError, match="longer: 8 to 8 tokens: another work"):
+        rollouts.measure_ours(tmp_path / "work.json", tmp_path / "out.json")
+    assert not (tmp_path / "out.json").exists()
 
 
 def test_the_limit_counts_what_every_step_reads():
@@ -132,12 +145,12 @@ def test_a_side_that_fails_is_reported_and_the_others_stay(tmp_path, monkeypatch
     assert rollouts.main(argv) == 1
     printed = capsys.readouterr()
     assert "| tiny | 2 x 4, 8 + 8 | 32 | - | - | - | - | - | - | 250.00 | - |" in printed.out
-    for row in ("| tiny | vLLM (0) | failed | - |", "| tiny | ours, fixed lengths | 4.0 | tiny 9.00 |"):
+    for row in ("| tiny | vLLM (0) | failed | - |", "| tiny | ours, 8 tokens | 4.0 | tiny 9.00 |"):
         assert row in printed.out
     assert "Free memory on device" in printed.err
     monkeypatch.setattr(rollouts, "run", lambda *a: run(*a[:4], env=True))
     assert rollouts.main(argv) == 1
-    assert "| tiny | ours, fixed lengths | failed | - |" in capsys.readouterr().out
+    assert "| tiny | ours, 8 tokens | failed | - |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("change", "said"), [

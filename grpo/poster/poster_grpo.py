@@ -169,8 +169,8 @@ def main(cfg: Config, rewards=REWARDS) -> None:
 
             # 2. score: rewards in a thread, log-probabilities meanwhile; then advantages
             scoring = background.start(scorer.score, examples_P, pictures_P, batch, step)
-            minibatches = trainer.minibatches(batch)
             with run.phase("logprobs", collective=policy.sharded):
+                minibatches = trainer.minibatches(batch)
                 seen = policy.reference_features(reference, examples_P, pictures_P)
                 fill_logps(minibatches, policy, reference, trainer.micro_batch_tokens, seen)
             with run.phase("score"):

@@ -15,8 +15,8 @@ Every repetition has its own prompts, and in a mixed work its own lengths. Figur
   ms per step  seconds of a rollout / tokens of its longest completion, the forward pass of the prompts included
   start        seconds from the start of the process until weights are loaded; of vLLM until its engine is ready,
                which includes compilation and graph capture
-  first        seconds of the first rollout of a work: for our side with compilation (once in a process: one for fixed
-               lengths, one for mixed) and graph capture
+  first        seconds of the first rollout of a work: for our side with compilation (once in a process: one for each
+               limit of lengths) and graph capture
 Of several processes of a side, the later find compiler caches that the first has filled: their start is a warm one.
 """
 
@@ -97,11 +97,14 @@ def describe(name: str, vocabulary: int, repetitions: int) -> dict[str, Any]:
 
 
 def measure_ours(work_file: Path, out: Path) -> None:
-    """Times our side of works with equal lengths or all mixed, with one sampler, as in a training run.
+    """Times our side of works with the same limits of length, with one sampler, as in a training run.
 
     Args:
         work_file: as `main` writes it.
         out: gets "start", and for each work "tokens_and_logprobs", seconds, and "lengths" of the repetitions.
+
+    Raises:
+        RuntimeError: a completion is shorter or longer than its work says.
     """
     spec = json.loads(work_file.read_text(encoding="utf-8"))
     device, works = base.pick_device(spec["device"]), spec["works"]
@@ -121,6 +124,8 @@ def measure_ours(work_file: Path, out: Path) -> None:
             devices.synchronize([device])
             seconds.append(time.perf_counter() - began)
             lengths.append(batch.lengths.tolist())
+            if not work["min_new_tokens"] <= min(lengths[-1]) <= max(lengths[-1]) <= work["max_new_tokens"]:
+                raise RuntimeError(f"{work['name']}: {min(lengths[-1])} to {max(lengths[-1])} tokens: another work")
         measured["works"][work["name"]] = {"tokens_and_logprobs": seconds, "lengths": lengths}
     unfinished = out.with_suffix(".part")
     unfinished.write_text(json.dumps(measured) + "\n", encoding="utf-8")
@@ -182,14 +187,13 @@ def measure(name: str, args: argparse.Namespace, result: dict[str, Any], save: C
     spec = {"model": str(model), "device": args.device, "dtype": args.dtype}
     works = [describe(work, base.SHAPES[name][1], args.repetitions) for work in args.works]
     sides, done = result.setdefault("sides", {}), {}
-    for kind in ("fixed", "mixed"):
-        part = [work for work in works if (WORKS[work["name"]].longest > 0) == (kind == "mixed")]
-        if part:
-            command = [sys.executable, str(Path(__file__).resolve()), OURS]
-            ours = base.attempt(run, command, spec | {"works": part}, folder / f"ours-{kind}", args)
-            sides[f"ours, {kind} lengths"] = ours
-            save()
-            done |= ours.get("works", {})
+    for least, most in dict.fromkeys((work["min_new_tokens"], work["max_new_tokens"]) for work in works):
+        part = [work for work in works if (work["min_new_tokens"], work["max_new_tokens"]) == (least, most)]
+        command = [sys.executable, str(Path(__file__).resolve()), OURS]
+        ours = base.attempt(run, command, spec | {"works": part}, folder / f"ours-{least}-{most}", args)
+        sides[f"ours, {most if least == most else f'{least} to {most}'} tokens"] = ours
+        save()
+        done |= ours.get("works", {})
     given = [work | {"lengths": done[work["name"]]["lengths"]} for work in works if work["name"] in done]
     for mode in args.vllm_multiprocessing if args.peer and given else ():
         command = [sys.executable, str(Path(__file__).resolve().with_name("benchmark_vllm.py"))]

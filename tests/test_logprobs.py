@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bounds import assert_rounded, rounding
-from conftest import build_model, tiny_model
+from conftest import ROOT, build_model, load_script, tiny_model
 from test_attention import varlen
 from test_rollout import flags, make_sampler, traces
 from torch import nn
@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.loop import Policy, Reference
 from common.maths import losses
 from common.model import attention, head, lora, models, passes, positions
 from common.model.logprobs import LogProbs
@@ -501,6 +502,37 @@ def test_blocks_and_head_are_compiled_once(model_folders, monkeypatch, checkpoin
         assert_same(compiled_logps, logps)
         assert_same_gradients(gradients(model, compiled_logps.sum()), found)
         assert len(graphs) == 3 + (len(batch.tokens) > 4)  # one for all blocks, two for the head; shared prompts
+    torch._dynamo.reset()
+
+
+def test_a_reference_runs_the_code_that_is_compiled_for_the_policy(model_folders, monkeypatch):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def wrapper(model, **options):  # what happens on a GPU
+        wrapped = LogProbs(model, 1.0)
+        for block in model.model.layers:
+            block.compile(dynamic=True, backend=backend)
+        wrapped.compiled = True
+        return wrapped
+
+    config = load_script(ROOT / "gspo" / "gspo.py").Config
+    cfg = config(policy_model=str(model_folders["qwen2"]), device="cpu", kl_coef=0.1)
+    policy = Policy(cfg)
+    batch = make_sampler(policy.model).generate(PROMPTS, group_size=2, temperature=1.0)
+    torch._dynamo.reset()
+    monkeypatch.setattr(attention, "on_flash", lambda x: True)  # the host's lists of lengths are not looked at
+    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    monkeypatch.setattr(head, "kernel", lambda function, compile: function)
+    policy.wrap(wrapper)
+    reference = Reference(cfg, policy)
+    policy.fill_logps([batch], "old_logps", 1000)
+    assert len(graphs) == 1
+    reference.fill_logps([batch], 1000)
+    assert len(graphs) == 1 and torch.equal(batch.ref_logps, batch.old_logps)
     torch._dynamo.reset()
 
 

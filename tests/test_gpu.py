@@ -11,7 +11,7 @@ import pytest
 import torch
 from bounds import assert_rounded, rounding
 from comparing import TERMS, assert_close, config_of
-from conftest import ROOT, TINY, assert_equal_weights, build_tokenizer, load_script, tiny_model
+from conftest import TINY, assert_equal_weights, build_tokenizer, tiny_model
 from safetensors.torch import load_file
 from test_rollout import Letters
 
@@ -28,6 +28,7 @@ from common.model import head, logprobs, models, passes
 from common.run import checkpoint
 from common.tasks.embedder import Embedder
 from common.training import optim
+from gspo import gspo
 
 FAMILIES = ["qwen2", "gpt2"]
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15, 16, 17], [20], [21, 22, 23, 24, 25]]
@@ -191,8 +192,7 @@ def test_a_reference_runs_the_code_that_was_compiled_for_the_policy(model_folder
     from torch._dynamo.utils import counters
 
     torch.compiler.reset()
-    made = load_script(ROOT / "gspo" / "gspo.py").Config
-    cfg = made(policy_model=str(model_folders["qwen2"]), dtype="bf16", kl_coef=0.1)
+    cfg = gspo.Config(policy_model=str(model_folders["qwen2"]), dtype="bf16", kl_coef=0.1)
     policy = Policy(cfg)
     reference = Reference(cfg, policy)
     batch = generate(Sampler([policy.model], **OPTIONS, compile=False), seed=0)

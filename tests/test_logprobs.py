@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bounds import assert_rounded, rounding
-from conftest import ROOT, build_model, load_script, tiny_model
+from conftest import build_model, tiny_model
 from test_attention import varlen
 from test_rollout import flags, make_sampler, traces
 from torch import nn
@@ -23,6 +23,7 @@ from common.maths import losses
 from common.model import attention, head, lora, models, passes, positions
 from common.model.logprobs import LogProbs
 from common.training import offload, optim
+from gspo import gspo
 
 CPU = torch.device("cpu")
 FAMILIES = ["qwen2", "gpt2"]
@@ -519,8 +520,7 @@ def test_a_reference_runs_the_code_that_is_compiled_for_the_policy(model_folders
         wrapped.compiled = True
         return wrapped
 
-    config = load_script(ROOT / "gspo" / "gspo.py").Config
-    cfg = config(policy_model=str(model_folders["qwen2"]), device="cpu", kl_coef=0.1)
+    cfg = gspo.Config(policy_model=str(model_folders["qwen2"]), device="cpu", kl_coef=0.1)
     policy = Policy(cfg)
     batch = make_sampler(policy.model).generate(PROMPTS, group_size=2, temperature=1.0)
     torch._dynamo.reset()

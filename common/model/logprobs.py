@@ -4,6 +4,7 @@ Dims: m sequences, Q prompt tokens, C completion tokens, T = Q + C, M tokens of 
 together, H hidden size, V vocabulary, N completion tokens of a batch, n of them in one chunk.
 """
 
+import contextlib
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -91,9 +92,10 @@ class LogProbs(nn.Module):
             for block in attention.decoder_layers(model, support):
                 if block._compiled_call_impl is None:  # or the reference would discard the policy's compiled code
                     block.compile(dynamic=True)  # blocks of one type share compiled code
-            from torch._inductor.async_compile import maybe_warm_pool
+            with contextlib.suppress(ImportError):  # not a public name, and without it only the first pass waits
+                from torch._inductor.async_compile import maybe_warm_pool
 
-            maybe_warm_pool()  # compiler processes take seconds to start: until the first pass they are ready
+                maybe_warm_pool()  # the compiler's processes take seconds to start, and are ready by the first pass
 
     @property
     def layout(self) -> str:

@@ -26,6 +26,7 @@ BEGAN = time.perf_counter()  # the imports are part of the start
 import argparse
 import dataclasses
 import json
+import operator
 import random
 import shlex
 import signal
@@ -187,8 +188,9 @@ def measure(name: str, args: argparse.Namespace, result: dict[str, Any], save: C
     spec = {"model": str(model), "device": args.device, "dtype": args.dtype}
     works = [describe(work, base.SHAPES[name][1], args.repetitions) for work in args.works]
     sides, done = result.setdefault("sides", {}), {}
-    for least, most in dict.fromkeys((work["min_new_tokens"], work["max_new_tokens"]) for work in works):
-        part = [work for work in works if (work["min_new_tokens"], work["max_new_tokens"]) == (least, most)]
+    limits = operator.itemgetter("min_new_tokens", "max_new_tokens")
+    for least, most in dict.fromkeys(map(limits, works)):
+        part = [work for work in works if limits(work) == (least, most)]
         command = [sys.executable, str(Path(__file__).resolve()), OURS]
         ours = base.attempt(run, command, spec | {"works": part}, folder / f"ours-{least}-{most}", args)
         sides[f"ours, {most if least == most else f'{least} to {most}'} tokens"] = ours

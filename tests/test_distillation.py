@@ -16,7 +16,7 @@ from test_logprobs import COMPLETIONS, PROMPTS, ROUNDINGS, Live, assert_same, as
 from torch import nn
 
 from common.distill import distillation, offpolicy, teachers
-from common.distill.distillation import VALUES, Divergences, Head, HiddenStates
+from common.distill.distillation import Divergences, Head, HiddenStates
 from common.distill.teachers import LocalTeacher
 from common.maths import losses
 from common.model import head
@@ -75,7 +75,7 @@ def said_of(kind, teacher, batch, rows, temperature, shared=64) -> tuple[Head | 
 
 def dense(student, teacher, kind, said, weights, beta, shared=64) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss, and what is reported, from whole logits in double precision; with the gradients of autograd."""
-    values, loss = torch.zeros(*weights.shape, len(VALUES), dtype=torch.float64), 0.0
+    values, loss = torch.zeros(*weights.shape, len(Divergences.values), dtype=torch.float64), 0.0
     for i, (prompt, completion) in enumerate(ROWS):
         own, theirs = (own_logits(x, prompt, completion).double()[:, :shared] for x in (student, teacher))
         n, tokens = len(completion), (range(len(completion)), completion)
@@ -85,9 +85,9 @@ def dense(student, teacher, kind, said, weights, beta, shared=64) -> tuple[torch
             ids, logps, tail, _ = (x[i, :n] for x in said)
             betas = [exact_top(own, ids.long(), logps, tail, b, 0.7) for b in (beta, 0.0, 1.0)]
         logq, logp = ((x / 0.7).log_softmax(-1) for x in (own, theirs))
-        found = dict(zip(VALUES[:3], betas, strict=True), student_logps=logq[tokens], teacher_logps=logp[tokens],
+        found = dict(zip(Divergences.values[:3], betas, strict=True), student_logps=logq[tokens], teacher_logps=logp[tokens],
                      entropy=-(logq.exp() * logq).sum(-1))  # fmt: skip
-        values[i, :n] = torch.stack([found[name] for name in VALUES], -1).detach()
+        values[i, :n] = torch.stack([found[name] for name in Divergences.values], -1).detach()
         loss = loss + (betas[0] * weights[i, :n]).sum()
     return loss, values
 
@@ -254,7 +254,7 @@ def test_small_weights_lose_nothing(dtype, scale):
     hidden, weight, theirs, states, ids = states_and_heads(dtype, N, V, H)
     leaves, weights = (hidden, weight), torch.rand(N, generator=torch.Generator().manual_seed(1)) * 1e-7
     target = distillation.Full((theirs, None, None), V, 0.5, 1.0, False)
-    loss, _ = distillation._Divergence.apply(*leaves, None, weights, None, V, target, ids, states)
+    loss, _ = distillation._TokenLoss.apply(*leaves, None, weights, None, V, target, ids, states)
     own, other = (x.double() @ w.double().t() for x, w in ((hidden, weight), (states, theirs)))
     exact_loss = exact(own, other, 0.5) @ weights.double()
     found, expected = (torch.autograd.grad(x.sum() * scale, leaves) for x in (loss, exact_loss))
@@ -278,7 +278,7 @@ def loss_memory(kind, dtype, chunk, monkeypatch, N=96, V=3000, H=8) -> float:
         said, heads = (top_ids.int(), logps, torch.full((N,), -2.0), torch.zeros(N)), (weight,)
         target = distillation.TopK(0.5, 1.0, False)
     with Live([*leaves, theirs, weights, ids, *said]) as live:
-        loss, values = distillation._Divergence.apply(*leaves, None, weights, None, V, target, ids, *said)
+        loss, values = distillation._TokenLoss.apply(*leaves, None, weights, None, V, target, ids, *said)
         loss.sum().backward()
     gradients_in_fp32 = 4 * (hidden.numel() + weight.numel())
     outputs = hidden.grad.nbytes + weight.grad.nbytes + 2 * values.nbytes  # of the chunks, and together

@@ -61,7 +61,7 @@ def test_chunks_have_the_gradients_of_the_dense_form(cuda, monkeypatch, dtype, b
     bound = sums if dtype == torch.float32 else rounding(2, dtype=torch.bfloat16)
     for target, inputs, pair in cases:
         args = hidden, weight, None, weights, None, len(weight), target, ids, *inputs
-        loss = distillation._Divergence.apply(*args)[0]
+        loss = distillation._TokenLoss.apply(*args)[0]
         expected = (divergences.terms(*pair, beta)[0] * weights).sum()
         assert loss.item() == pytest.approx(expected.item(), rel=sums)
         found = torch.autograd.grad(loss.sum() * 3, (hidden, weight))
@@ -85,7 +85,7 @@ def test_peak_memory_is_three_chunks_of_logits(cuda, compile):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        loss = distillation._Divergence.apply(*args)[0]
+        loss = distillation._TokenLoss.apply(*args)[0]
         loss.sum().backward()
         torch.cuda.synchronize()
         hidden.grad = weight.grad = None

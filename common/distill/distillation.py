@@ -1,4 +1,4 @@
-"""Divergences of a student from a teacher, computed from last hidden states, chunk by chunk.
+"""Divergences of a student from a teacher, and cross-entropy, from last hidden states, chunk by chunk.
 
 A teacher hands over the hidden states of the completion tokens, [N, H] numbers instead of [N, V] logits,
 and its output head. Both heads are applied here to one chunk of tokens at a time, and the gradient of the
@@ -6,7 +6,8 @@ student's logits goes at once into that of its hidden states and its head: the f
 ever exist, and none are computed twice.
 
 Dims: m sequences, C completion tokens of one at most, N of all together, n of those in one chunk, H hidden size of the
-student, Ht of the teacher, V vocabulary, K the teacher's top k.
+student, Ht of the teacher, V vocabulary, K the teacher's top k, R values reported per
+token.
 """
 
 from collections.abc import Callable
@@ -17,12 +18,12 @@ from torch import nn
 from common.base.distributed import print_main
 from common.maths import divergences
 from common.model.head import add_mm, chunks, kernel, mm, operand, project, scaled, softcap_of
+from common.model.images import Images
 from common.model.logprobs import LogProbs
 
 SLICES, COMPILED_SLICES = 16, 8  # parts of a chunk whose temporary results are alive at the same time
 NEAR_AN_END = 0.01  # of beta from 0 or 1
 FP16_SCALE = 256.0  # gradients of logits are scaled by this in fp16, whose smallest number is 6e-8
-VALUES = ("divergence", "forward_kl", "reverse_kl", "student_logps", "teacher_logps", "entropy")
 
 
 class HiddenStates(LogProbs):
@@ -56,8 +57,65 @@ class HiddenStates(LogProbs):
         return (zeros_mCH.index_put(tuple(x.to(hidden_NH.device) for x in place), hidden_NH),)
 
 
-class Divergences(LogProbs):
+class TokenLosses(LogProbs):
+    """A model as a loss over all its tokens sees it: tokens and their weights in, loss out.
+
+    Attributes:
+        shared: number of token ids that the loss is over, the first ones.
+        values: names of the per-token metrics; the first is the loss.
+    """
+
+    shared: int
+    values: tuple[str, ...]
+
+    def target(self, device: torch.device) -> "Full | TopK | Tokens":
+        """What the loss compares the model with, on a device."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        prompt_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+        completion_ids: torch.Tensor,
+        completion_mask: torch.Tensor,
+        weights: torch.Tensor,
+        *teacher: torch.Tensor,
+        images: Images | None = None,
+        group: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weighted sum of the tokens' losses, and values to report.
+
+        Args:
+            prompt_ids: [m, Q] int64, padded on the left.
+            prompt_mask: [m, Q] bool, or lengths, as in `LogProbs.forward`.
+            completion_ids: [m, C] int64, padded on the right.
+            completion_mask: [m, C] bool, or lengths.
+            weights: [m, C] fp32, of each token in the loss: 1 / trained tokens, or 0.
+            *teacher: `batches.TeacherOutput.tensors`: last hidden states, or a top k; none without
+                a teacher.
+            images: of the m prompts, if the model reads images.
+            group: [m] int64 on the CPU, as in `LogProbs.forward`.
+
+        Returns:
+            The loss [1] fp32, and [m, C, number of values] fp32 without gradient, 0 where masked.
+        """
+        hidden_NH, place = self.states(prompt_ids, prompt_mask, completion_ids, completion_mask, images, group)
+        hidden_NH = scaled(self.model, hidden_NH)
+        output, device = self.model.get_output_embeddings(), hidden_NH.device
+        # `needs_input_grad` ignores no_grad, and gradients of the weights would be computed for nothing
+        own = (x if torch.is_grad_enabled() else _detached(x) for x in (output.weight, output.bias))
+        loss, values_RN = _TokenLoss.apply(
+            hidden_NH, *own, weights[place], softcap_of(self.model), self.shared, self.target(device),
+            completion_ids[place], *(x[place] for x in teacher),
+        )  # fmt: skip
+        values_mCR = torch.zeros(*completion_ids.shape, len(self.values), device=device)
+        return loss, values_mCR.index_put(place, values_RN.t())
+
+
+class Divergences(TokenLosses):
     """A student as the distillation loss sees it: tokens and the teacher's output in, loss out."""
+
+    values = ("divergence", "forward_kl", "reverse_kl", "student_logps", "teacher_logps", "entropy")
 
     def __init__(
         self, model: nn.Module, temperature: float, compile: bool, beta: float, shared: int, head: "Head | None"
@@ -85,46 +143,31 @@ class Divergences(LogProbs):
         super().__init__(model, temperature, compile)
         self.beta, self.shared, self.head = beta, shared, head
 
-    def forward(
-        self,
-        prompt_ids: torch.Tensor,
-        prompt_mask: torch.Tensor,
-        completion_ids: torch.Tensor,
-        completion_mask: torch.Tensor,
-        weights: torch.Tensor,
-        *teacher: torch.Tensor,
-        group: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weighted sum of the divergences, and values to report.
+    def target(self, device: torch.device) -> "Full | TopK":
+        """The teacher's head, or its top k."""
+        if self.head is None:
+            return TopK(self.beta, self.temperature, self.compiled)
+        return Full(self.head.on(device), self.shared, self.beta, self.temperature, self.compiled)
+
+
+class CrossEntropy(TokenLosses):
+    """A model as supervised fine-tuning sees it: tokens in, their negative log-likelihood out."""
+
+    values = ("nll", "entropy", "token_accuracy")
+
+    def __init__(self, model: nn.Module, compile: bool = False):
+        """Wraps a model.
 
         Args:
-            prompt_ids: [m, Q] int64, padded on the left.
-            prompt_mask: [m, Q] bool, or lengths, as in `LogProbs.forward`.
-            completion_ids: [m, C] int64, padded on the right.
-            completion_mask: [m, C] bool, or lengths.
-            weights: [m, C] fp32, of each token in the loss: 1 / trained tokens, or 0.
-            *teacher: `batches.TeacherOutput.tensors`: last hidden states, or a top k.
-            group: [m] int64 on the CPU, as in `LogProbs.forward`.
-
-        Returns:
-            The loss [1] fp32, and [m, C, 6] fp32 without gradient: VALUES, 0 where masked.
+            model: a transformers causal language model, with dropout off.
+            compile: as in `LogProbs`.
         """
-        hidden_NH, place = self.states(prompt_ids, prompt_mask, completion_ids, completion_mask, None, group)
-        hidden_NH = scaled(self.model, hidden_NH)
-        output, device = self.model.get_output_embeddings(), hidden_NH.device
-        # `needs_input_grad` ignores no_grad, and gradients of the weights would be computed for nothing
-        own = (x if torch.is_grad_enabled() else _detached(x) for x in (output.weight, output.bias))
-        teacher_N = [x[place] for x in teacher]
-        if self.head is not None:
-            target = Full(self.head.on(device), self.shared, self.beta, self.temperature, self.compiled)
-        else:
-            target = TopK(self.beta, self.temperature, self.compiled)
-        loss, values_6N = _Divergence.apply(
-            hidden_NH, *own, weights[place], softcap_of(self.model), self.shared, target, completion_ids[place],
-            *teacher_N,
-        )  # fmt: skip
-        values_mC6 = torch.zeros(*completion_ids.shape, len(VALUES), device=device)
-        return loss, values_mC6.index_put(place, values_6N.t())
+        super().__init__(model, 1.0, compile)
+        self.shared = model.get_output_embeddings().weight.shape[0]
+
+    def target(self, device: torch.device) -> "Tokens":
+        """The tokens themselves."""
+        return Tokens(self.compiled)
 
 
 class Head:
@@ -184,22 +227,36 @@ class TopK:
         return teacher_ids_nK.long(), *others, ids_n
 
 
+class Tokens:
+    """Cross-entropy of the tokens, without a teacher."""
+
+    rule = staticmethod(divergences.cross_entropy)
+    options = ()
+
+    def __init__(self, compile: bool):
+        self.compile = compile
+
+    def inputs(self, ids_n: torch.Tensor) -> tuple[torch.Tensor]:
+        """What the rule takes beside the model's logits."""
+        return (ids_n,)
+
+
 def _weighted(
     rule: Callable, logits_nV: torch.Tensor, inputs: tuple, options: tuple, factor_n: torch.Tensor,
     softcap: float | None, dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Values [6, n], and the gradient before the soft cap times a factor, [n, V] in `dtype`; None: no gradient."""
-    values_6n, grad_nV = rule(logits_nV, *inputs, *options)
+    """Values [R, n], and the gradient before the soft cap times a factor, [n, V] in `dtype`; None: no gradient."""
+    values_Rn, grad_nV = rule(logits_nV, *inputs, *options)
     if dtype is None:
-        return values_6n, None
+        return values_Rn, None
     grad_nV = grad_nV * factor_n[:, None]
     if softcap is not None:
         grad_nV = grad_nV * (1 - (logits_nV / softcap) ** 2)
-    return values_6n, grad_nV.to(dtype)
+    return values_Rn, grad_nV.to(dtype)
 
 
 def _apply(
-    target: Full | TopK, logits_nV: torch.Tensor, inputs: tuple, factor_n: torch.Tensor, softcap: float | None,
+    target: Full | TopK | Tokens, logits_nV: torch.Tensor, inputs: tuple, factor_n: torch.Tensor, softcap: float | None,
     dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """`_weighted` for a chunk, a slice at a time to save memory; overwrites the logits."""
@@ -219,12 +276,12 @@ def _apply(
     return torch.cat(values, dim=1), grad_nV
 
 
-class _Divergence(torch.autograd.Function):
+class _TokenLoss(torch.autograd.Function):
     """Weighted sum over N tokens, from hidden states. Weights are known, so forward computes the gradient, too."""
 
     @staticmethod
     def forward(
-        ctx, hidden_NH, weight_VH, bias_V, weights_N, softcap, shared, target: Full | TopK, ids_N, *teacher_N
+        ctx, hidden_NH, weight_VH, bias_V, weights_N, softcap, shared, target: Full | TopK | Tokens, ids_N, *teacher_N
     ) -> tuple[torch.Tensor, torch.Tensor]:
         train_hidden, train_weight, train_bias = ctx.needs_input_grad[:3]
         operand_VH, bias = operand(weight_VH)[:shared], None if bias_V is None else bias_V[:shared]
@@ -240,9 +297,9 @@ class _Divergence(torch.autograd.Function):
         for hidden_nH, factor_n, ids_n, *teacher_n in chunks(hidden_NH, factor_N, ids_N, *teacher_N):
             logits_nV = project(hidden_nH, operand_VH, bias, softcap)
             inputs = target.inputs(ids_n, *teacher_n)
-            values_6n, grad_nV = _apply(target, logits_nV, inputs, factor_n, softcap, dtype)
+            values_Rn, grad_nV = _apply(target, logits_nV, inputs, factor_n, softcap, dtype)
             del logits_nV, inputs  # before the next ones are allocated
-            values.append(values_6n)
+            values.append(values_Rn)
             if train_hidden:
                 grad_NH[start : start + len(hidden_nH)] = mm(grad_nV, operand_VH)
             if train_weight:
@@ -251,11 +308,11 @@ class _Divergence(torch.autograd.Function):
                 grad_V[:shared] += grad_nV.sum(0, dtype=torch.float32)
             start += len(hidden_nH)
             del grad_nV
-        values_6N = torch.cat(values, dim=1)
+        values_RN = torch.cat(values, dim=1)
         ctx.save_for_backward(grad_NH, grad_VH, grad_V, largest / scale)
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden_NH, weight_VH, bias_V)]
-        ctx.mark_non_differentiable(values_6N)
-        return (values_6N[0] * weights_N).sum(0, keepdim=True), values_6N
+        ctx.mark_non_differentiable(values_RN)
+        return (values_RN[0] * weights_N).sum(0, keepdim=True), values_RN
 
     @staticmethod
     @torch.autograd.function.once_differentiable

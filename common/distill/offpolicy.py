@@ -20,10 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 from common.base import distributed, storage
 from common.base.checks import require
-from common.base.distributed import print_main
 from common.generation import batches
 from common.generation.batches import RolloutBatch
-from common.tasks import thinking
 from common.tasks.data import Example
 
 
@@ -99,23 +97,6 @@ def answers(
                 "ids that student and teacher share; take that special token out of the data"
             )
     return completions
-
-
-def warn_unclosed(examples: Sequence[Example]) -> None:
-    """Warns of answers that would be learned inside of a thought, because their prompt opens one.
-
-    Args:
-        examples: rows with an answer.
-    """
-    starts = [example.reply_start for example in examples]
-    texts = [start + example.answer.removeprefix(start) for start, example in zip(starts, examples, strict=True)]
-    unclosed = [i for i, text in enumerate(texts) if starts[i] and thinking.after_thought(text) is None]
-    if unclosed:
-        print_main(
-            f"warning: the prompts of {len(unclosed)} rows, such as row {examples[unclosed[0]].index}, open a thought "
-            "that the answers do not close, so the student learns to answer inside of it: add thoughts to the answers, "
-            "or set chat_template_kwargs to '{\"enable_thinking\": false}' if the chat template reads that"
-        )
 
 
 def recipe(

@@ -18,7 +18,7 @@ from common.model.images import Images
 from common.model.packing import Sizes
 
 # fields that stay on the CPU, so that cutting a batch never syncs
-ON_HOST = ("prompt_lengths", "lengths", "truncated", "rows", "group", "drafted", "trained", "replica")
+ON_HOST = ("prompt_lengths", "lengths", "truncated", "rows", "group", "drafted", "trained", "not_learned", "replica")
 TEACHER = "teacher_"  # prefix of `TeacherOutput` in a state dict
 
 
@@ -153,11 +153,13 @@ class RolloutBatch(Rollout):
 
     Attributes:
         trained: [B] bool, on the CPU: whether the row is in the loss; see `drop`.
-        completion_mask: [B, C] bool, the tokens in the loss: all of a row that is trained on.
+        completion_mask: [B, C] bool, the tokens in the loss: those of a row that is trained on.
         advantages: [B] fp32.
         old_logps: [B, C] fp32, under the policy at the time of the rollout, from the forward pass of the update.
         ref_logps: [B, C] fp32, under the reference.
         teacher: what a teacher gave for the completions.
+        not_learned: [B] int64, on the CPU: completion tokens that are not in the loss, such as a user's turn
+            between two replies; None: all are.
         replica: number of the policy replica that trains on a micro-batch, where there are several.
     """
 
@@ -167,6 +169,7 @@ class RolloutBatch(Rollout):
     old_logps: torch.Tensor | None = None
     ref_logps: torch.Tensor | None = None
     teacher: TeacherOutput | None = None
+    not_learned: torch.Tensor | None = None
     replica: int | None = None
 
     @property
@@ -177,7 +180,8 @@ class RolloutBatch(Rollout):
     @property
     def num_tokens(self) -> int:
         """Completion tokens in the loss."""
-        return int(self.lengths[self.trained].sum())
+        left_out = 0 if self.not_learned is None else self.not_learned[self.trained].sum()
+        return int(self.lengths[self.trained].sum() - left_out)
 
     def drop(self, rows: torch.Tensor) -> None:
         """Takes rows out of the loss; they still count in lengths and rewards.

@@ -19,7 +19,7 @@ from common.loop.scorer import check_functions, collate
 from common.loop.trainer import Counts, Stats
 from common.model import logprobs
 from common.run import checkpoint, interrupts, metrics
-from common.tasks import scoring
+from common.tasks import scoring, thinking
 from common.tasks.data import Example, PromptStream
 from common.tasks.scoring import Scored
 from common.training import budgets
@@ -63,7 +63,7 @@ class Student(Policy):
         """
         student, inputs = self.wrapped[micro.replica or 0], (*micro.tokens[:4], weights_mC, *micro.teacher.tensors)
         loss, values_mCR = student(*inputs, group=micro.group)
-        return loss.squeeze(0), dict(zip(distillation.VALUES, values_mCR.unbind(-1), strict=True))
+        return loss.squeeze(0), dict(zip(student.values, values_mCR.unbind(-1), strict=True))
 
 
 def require_copies(cfg: Any, gpus: devices.Layout) -> None:
@@ -159,7 +159,8 @@ class MixedCompletions:
             recipe = offpolicy.recipe(teacher, prompts.examples, cfg.seed, cfg.seq_kd_temperature, cfg.max_new_tokens)
             self.answers = offpolicy.TeacherAnswers(cfg.seq_kd_cache or cfg.out_dir, teacher, recipe)
         elif cfg.off_policy:
-            offpolicy.warn_unclosed(prompts.examples)
+            rows = prompts.examples
+            thinking.warn_unclosed([e.reply_start for e in rows], [e.answer for e in rows], [e.index for e in rows])
 
     def next(self, step: int) -> tuple[list[Example], RolloutBatch]:
         """Prompts of this rank and their completions; with `overlap`, starts the next step."""

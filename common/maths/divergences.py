@@ -163,7 +163,7 @@ def terms(logp: torch.Tensor, logq: torch.Tensor, beta: float) -> tuple[torch.Te
     return beta * (logp.exp() * (logp - logm)).sum(-1) + f.sum(-1), f
 
 
-# `full` and `topk` run on the chunks of common/distill/distillation.py, compiled on a GPU: each
+# `full`, `cross_entropy` and `topk` run on the chunks of common/distill/distillation.py, compiled on a GPU: each
 # then reads the logits a few times and writes nothing of their size but the gradient. That is with
 # respect to the student's logits before the temperature.
 
@@ -192,6 +192,28 @@ def full(
     tokens = (x.gather(-1, ids[:, None]).squeeze(-1) for x in (logq_nV, logp_nV))
     values_6n = torch.stack([divergence_n, forward_n, reverse_n, *tokens, -(q_nV * logq_nV).sum(-1)])
     return values_6n, (f_nV - q_nV * f_nV.sum(-1, keepdim=True)) / temperature
+
+
+def cross_entropy(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and the gradient of the negative log-likelihood of tokens.
+
+    It is the forward KL from a teacher that is sure of these tokens.
+
+    Args:
+        logits: [n, V].
+        ids: [n] int64.
+
+    Returns:
+        [3, n]: negative log-likelihood, entropy, and 1 where the token is the likeliest one, else
+        0; and the gradient [n, V] of the negative log-likelihood with respect to the logits.
+    """
+    logq_nV = log_softmax(logits, 1.0)
+    q_nV, logq_n = logq_nV.exp(), logq_nV.gather(-1, ids[:, None]).squeeze(-1)
+    likeliest_n = logq_n >= logq_nV.amax(-1)
+    values_3n = torch.stack([-logq_n, -(q_nV * logq_nV).sum(-1), likeliest_n.float()])
+    # the one is subtracted in fp32, where 1 - q does not vanish for likely tokens
+    is_token_nV = torch.arange(logits.shape[-1], device=ids.device) == ids[:, None]
+    return values_3n, q_nV - is_token_nV.float()
 
 
 def topk(

@@ -157,6 +157,8 @@ def _shorter(plan: Any, smallest: Mapping[str, Any]) -> dict[str, Any] | None:
     while max(new, prompt) > SHORTEST:
         new, prompt = (max(min(SHORTEST, size), size // 2) for size in (new, prompt))
         lengths = {"max_new_tokens": new, "max_prompt_tokens": prompt}
+        if option(plan.cfg, "max_tokens"):  # of given conversations
+            lengths["max_tokens"] = new + prompt
         changed = _with_changes(plan, {**smallest, **lengths})
         if changed is not None and changed.fits():
             found = _search(plan.with_options(**lengths))[0]

@@ -29,7 +29,7 @@ Roles = Mapping[str, tuple[int, ...]]  # GPU numbers by role, as `layouts.roles`
 PASSES = ("loss", "backward", "reduce")  # phases of a forward and backward pass, see `Gpu.parts`
 # Value of an option that a script does not have: the feature is off
 ABSENT = dict(lora_rank=0, load_bits=0, fsdp=False, optimizer_offload="none", param_offload=False, freeze_vision=False,
-              kl_coef=0, epochs=1, max_images=0, max_pixels=0,
+              kl_coef=0, epochs=1, max_images=0, max_pixels=0, max_tokens=0,
               embedding_model="ngrams")  # fmt: skip
 
 
@@ -41,6 +41,16 @@ def option(cfg: Any, name: str) -> Any:
         name: a key of `ABSENT`.
     """
     return getattr(cfg, name, ABSENT[name])
+
+
+def completion_tokens(cfg: Any, longest: int) -> int:
+    """Most tokens behind a prompt: those that are sampled, or the rest of a given conversation.
+
+    Args:
+        cfg: Config of a script.
+        longest: tokens of the longest prompt.
+    """
+    return max(cfg.max_new_tokens, option(cfg, "max_tokens") - longest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +195,8 @@ class Run:
         self.compiled, self.shares_prompts = cfg.compile and on_gpu, on_gpu and self.size == 2
         self.prompts = max(1, cfg.batch_size // ranks)
         self.rows = self.prompts * cfg.group_size
-        self.sequence = longest + cfg.max_new_tokens
+        self.completion = completion_tokens(cfg, longest)
+        self.sequence = longest + self.completion
         self.optimizer_steps = cfg.num_minibatches * option(cfg, "epochs")
         self.has_kl = option(cfg, "kl_coef") > 0
         self.visual = 0
@@ -248,7 +259,7 @@ class Run:
         """Most tokens of rows of at most so many prompts, each of which is computed once."""
         # ranks that share a model cannot halve micro-batches, if it turns out that the model is not packed after all
         once = self._packed(shape) and self.shards == 1
-        return rows * self.cfg.max_new_tokens + (min(rows, prompts) if once else rows) * self.longest
+        return rows * self.completion + (min(rows, prompts) if once else rows) * self.longest
 
     def _weights(self, gpu: Gpu) -> None:
         """Weights of the trained model."""
@@ -283,8 +294,8 @@ class Run:
         if self.rank and shape.experts:  # the sums of experts and adapters, and the gradient of those of a layer
             kept += 0 if cfg.gradient_checkpointing else shape.experts * size
             at_work += 2 * shape.experts / shape.layers * size
-        # the input of the last norm in fp32, and its output; with a teacher, their gradients in fp32
-        last = tokens * shape.hidden * (4 + size + 4 * self.full)
+        # the input of the last norm in fp32, and its output; with a teacher or given replies, their gradients in fp32
+        last = tokens * shape.hidden * (4 + size + 4 * (self.full or option(cfg, "max_tokens") > 0))
         # the gradient of the head is summed in fp32, then rounded; that of a tied head is kept until the embedding's
         head_gradient = 0 if self.rank else shape.head * (4 + size)
         waiting = shape.head * size if shape.tied and not self.rank else 0
@@ -321,7 +332,7 @@ class Run:
                 gpu.add("always", copy_to_sample=self.weights)
             most = max(1, self.cfg.rollout_batch // G) if self.cfg.rollout_batch else self.prompts
             gpu.groups += min(most, -(-self.prompts // len(sampling)))
-            slots = self.longest + G * T if self.shares_prompts else G * self.sequence
+            slots = self.longest + G * T if self.shares_prompts else G * (self.longest + T)
             gpu.cache = shape.layers * shape.keys * self.size * slots
             gpu.logits = SAMPLED_LOGITS * 4 * shape.vocabulary * G
             gpu.copy = self.merged

@@ -27,7 +27,7 @@ from common.base.checks import require
 from common.base.devices import GIB
 from common.model import lora
 from common.planning import advice, layouts, shapes
-from common.planning.footprint import USABLE, Gpu, Roles, Run
+from common.planning.footprint import USABLE, Gpu, Roles, Run, completion_tokens
 from common.training import budgets, sharding
 
 RESERVE = 0.15  # of a GPU's free memory, left by the micro-batches that are chosen for a run: plans err by 10 %
@@ -160,7 +160,12 @@ class Plan:
     @property
     def sequence(self) -> int:
         """Tokens of the longest sequence, the minimum for a micro-batch."""
-        return self.longest + self.cfg.max_new_tokens
+        return self.longest + self.completion
+
+    @property
+    def completion(self) -> int:
+        """Most tokens behind a prompt."""
+        return completion_tokens(self.cfg, self.longest)
 
     @property
     def processes(self) -> list[Roles]:
@@ -206,7 +211,7 @@ class Plan:
         trained = "all" if self.trained == self.shape.params else rounded(self.trained)
         return (
             f"plan: {self.name}, {rounded(self.shape.params)} parameters, {trained} trained; sequences of up to "
-            f"{self.longest} + {self.cfg.max_new_tokens} tokens, {self.cfg.micro_batch_tokens} in a micro-batch"
+            f"{self.longest} + {self.completion} tokens, {self.cfg.micro_batch_tokens} in a micro-batch"
         )
 
     def _details(self) -> list[str]:

@@ -56,6 +56,12 @@ class Example:
     answer: str | None  # ground truth as text ("8" for the integer 8)
     columns: dict[str, Any]  # every other column, passed to the reward functions
     reply_start: str = ""  # of the reply, the part that the prompt already holds: "<think>\n", or nothing
+    reply: dict | None = None  # assistant turn to learn; None: the answer
+
+    @property
+    def identity(self) -> str:
+        """What a position in the data is valid for."""
+        return f"{self.prompt_ids} {self.answer!r}"
 
 
 def load_examples(
@@ -68,6 +74,7 @@ def load_examples(
     system_prompt: str = "",
     template_kwargs: Mapping[str, Any] | None = None,
     need_answer: bool = True,
+    limit: str = "max_prompt_tokens",
 ) -> list[Example]:
     """Reads a source and tokenises its prompts by the rules at the top of this file.
 
@@ -80,6 +87,7 @@ def load_examples(
         system_prompt: The same.
         template_kwargs: The same.
         need_answer: Whether a row without a ground truth is an error.
+        limit: Option that gave `max_prompt_tokens`, for messages.
 
     Returns:
         The rows that fit, in the order of the data.
@@ -95,20 +103,20 @@ def load_examples(
             "remove them"
         )
     fields = [_parse_row(row, names, f"{source}, row {i}", need_answer) for i, row in enumerate(rows)]
-    tools = [_tools(row.get("tools"), f"{source}, row {i}") for i, row in enumerate(rows)]
+    tools = [tools_of(row.get("tools"), f"{source}, row {i}") for i, row in enumerate(rows)]
     prompt_ids, reply_starts = encode(
-        [prompt for prompt, _, _ in fields], source, tokenizer, apply_chat_template, system_prompt,
+        [row[0] for row in fields], source, tokenizer, apply_chat_template, system_prompt,
         template_kwargs=template_kwargs, tools=tools,
     )  # fmt: skip
     examples = [
-        Example(index, prompt, ids, answer, columns, start)
-        for index, ((prompt, answer, columns), ids, start) in enumerate(
+        Example(index, prompt, ids, answer, columns, start, reply)
+        for index, ((prompt, answer, columns, reply), ids, start) in enumerate(
             zip(fields, prompt_ids, reply_starts, strict=True)
         )
         if len(ids) <= max_prompt_tokens
     ]
     num_dropped = len(rows) - len(examples)
-    dropped = f"{num_dropped} of {len(rows)} prompts longer than {max_prompt_tokens} tokens (max_prompt_tokens)"
+    dropped = f"{num_dropped} of {len(rows)} prompts longer than {max_prompt_tokens} tokens ({limit})"
     if not examples:
         shortest = min(map(len, prompt_ids))
         raise ValueError(f"{source}: {dropped}, so none is left; raise it to {shortest}, the shortest prompt, or more")
@@ -117,8 +125,10 @@ def load_examples(
     return examples
 
 
-def _parse_row(row: dict, names: list[str], where: str, need_answer: bool) -> tuple[str | list[dict], str | None, dict]:
-    """Splits a row into prompt, answer and other columns; `names` are those of all rows."""
+def _parse_row(
+    row: dict, names: list[str], where: str, need_answer: bool
+) -> tuple[str | list[dict], str | None, dict, dict | None]:
+    """Splits a row into prompt, answer, other columns and reply; `names` are those of all rows."""
     for name, value in row.items():
         if name.lower() in MEDIA and not _is_blank(value) and value not in ([], {}):
             raise ValueError(f"{where}: the column `{name}` holds media, and {_NO_MEDIA}; or remove the column")
@@ -132,19 +142,19 @@ def _parse_row(row: dict, names: list[str], where: str, need_answer: bool) -> tu
         wanted = "a list of chat messages" if used == "messages" else "text or a list of chat messages"
         raise ValueError(f"{where}: `{used}` is {type(prompt).__name__}, expected {wanted}")
     answer = _answer_text(row.get("answer"), where)
-    answer = _answer_text(reply, where) if answer is None else answer
+    if answer is None and reply is not None and not reply.get("tool_calls"):
+        answer = _answer_text(reply["content"], where)
     if need_answer and answer is None:
         raise ValueError(_missing_field(row, "answer", ANSWER_LOOKALIKES, where))
-    return prompt, answer, {name: row.get(name) for name in names if name not in (used, "answer")}
+    return prompt, answer, {name: row.get(name) for name in names if name not in (used, "answer")}, reply
 
 
-def _split_reply(messages: list, where: str) -> tuple[list[dict], Any]:
-    """Splits a chat into the turns before the reply, and the content of a last assistant turn (None without one)."""
-    messages = [_checked_turn(turn, where) for turn in messages]
+def _split_reply(messages: list, where: str) -> tuple[list[dict], dict | None]:
+    """Splits a chat into the turns before the reply, and the reply: a last assistant turn, or None."""
+    messages = [checked_turn(turn, where) for turn in messages]
     prompt, reply = messages, None
     if messages and messages[-1]["role"] == "assistant":
-        prompt = messages[:-1]
-        reply = None if messages[-1].get("tool_calls") else messages[-1]["content"]
+        prompt, reply = messages[:-1], messages[-1]
     last = prompt[-1] if prompt else {"role": "assistant"}
     if last["role"] == "assistant" or (last["role"] == "user" and _is_blank(last["content"])):
         raise ValueError(
@@ -153,7 +163,7 @@ def _split_reply(messages: list, where: str) -> tuple[list[dict], Any]:
     return prompt, reply
 
 
-def _checked_turn(turn: Any, where: str) -> dict:
+def checked_turn(turn: Any, where: str) -> dict:
     """A chat message with its content as text; refuses what templates would skip or format in a way of their own."""
     if isinstance(turn, dict) and turn.get("role") == "assistant" and turn.get("tool_calls"):
         turn = {"content": None} | turn
@@ -188,7 +198,7 @@ _NO_MEDIA = (
 )
 
 
-def _tools(value: Any, where: str) -> list[dict] | None:
+def tools_of(value: Any, where: str) -> list[dict] | None:
     """The column `tools`: JSON schemas; None for null and for an empty list."""
     if _is_blank(value):
         return None
@@ -305,8 +315,7 @@ class PromptStream:
         """Checksum of the rows in order, because a position is valid for these rows only."""
         checksum = 0
         for example in self.examples:
-            row = f"{example.prompt_ids} {example.answer!r}".encode(errors="backslashreplace")
-            checksum = zlib.crc32(row, checksum)
+            checksum = zlib.crc32(example.identity.encode(errors="backslashreplace"), checksum)
         return f"{len(self.examples)} rows, CRC-32 {checksum:08x}"
 
     def warn_if_changed(self, known: str | None) -> None:

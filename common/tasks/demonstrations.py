@@ -110,6 +110,23 @@ def load(
     return kept
 
 
+def of_texts(
+    examples: Sequence[Example], replies: Sequence[str], tokenizer: PreTrainedTokenizerBase, end: int
+) -> list[Demonstration]:
+    """Rows that learn one reply each.
+
+    Args:
+        examples: what the replies answer.
+        replies: texts.
+        tokenizer: of the policy.
+        end: the token that ends a reply.
+    """
+    return [
+        _row(example, example.prompt_ids, [(example.prompt_ids, ids)])
+        for example, ids in zip(examples, _reply_ids(replies, tokenizer, end), strict=True)
+    ]
+
+
 def _end_of_reply(tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int], source: str) -> int:
     """The token that ends a reply in the chat template, if it ends generation; else EOS."""
     ending = Frame.of_reply(tokenizer, source).ending.lstrip()

@@ -9,8 +9,9 @@ from PIL import Image
 from common.base.checks import require
 from common.base.distributed import print_main
 from common.model import images
-from common.tasks import prompt_encoding
+from common.tasks import demonstrations, prompt_encoding
 from common.tasks.data import Example
+from common.tasks.demonstrations import Demonstration
 from grpo.poster import records
 
 
@@ -52,6 +53,28 @@ def load_examples(cfg: Any, source: str, split: str, tokenizer: Any, processor: 
     if dropped := len(rows) - len(examples):
         print_main(f"{source}: dropped {dropped} of {len(rows)} prompts: too long, or too many images")
     return examples
+
+
+def load_demonstrations(cfg: Any, tokenizer: Any, processor: Any | None) -> list[Demonstration]:
+    """Training records with the posters to learn: their ground truth.
+
+    Args:
+        cfg: Config of grpo/poster/supervised.py.
+        tokenizer: as in `load_examples`.
+        processor: as in `load_examples`.
+
+    Raises:
+        ValueError: no record is within the limits.
+    """
+    examples = load_examples(cfg, cfg.train_data, "train", tokenizer, processor)
+    posters = [json.dumps(json.loads(e.answer), ensure_ascii=False, separators=(",", ":")) for e in examples]
+    rows = demonstrations.of_texts(examples, posters, tokenizer, tokenizer.eos_token_id)
+    kept = [row for row in rows if row.tokens <= cfg.max_tokens]
+    fit = f"{cfg.train_data}: {len(kept)} of {len(rows)} records fit into max_tokens = {cfg.max_tokens}"
+    require(len(kept) >= cfg.batch_size, fit, f"must be at least batch_size = {cfg.batch_size}",
+            "lower it, or raise max_tokens")  # fmt: skip
+    print_main(fit)
+    return kept
 
 
 def open_images(examples: Sequence[Example], source: str, processor: Any | None) -> list[list[Image.Image | None]]:

@@ -1,138 +1,155 @@
-"""Supervised fine-tuning of a poster policy, so that RL starts with completions that parse as JSON.
+"""SFT for posters: a text or vision-language policy learns to write given posters, so that RL starts with valid JSON.
 
-Run:   python grpo/poster/supervised.py        built-in policy and posters, seconds on a CPU
-       python grpo/poster/supervised.py --policy_model Qwen/Qwen2.5-0.5B-Instruct \
-           --train_data synthetic:1 --learning_rate 1e-5 --steps 300
-       then train on with --policy_model runs/supervised/policy
-Dims:  P posters per step, m posters in one forward, C completion tokens
+Loss:  mean over the tokens y_t of the posters of -log p(y_t | brief, images, everything before y_t), p: policy
+Run:   python grpo/poster/supervised.py        built-in policy and posters, a minute on a CPU
+       python grpo/poster/supervised.py --policy_model Qwen/Qwen2.5-0.5B-Instruct --train_data synthetic:1 \
+           --eval_data synthetic:1 --max_new_tokens 512 --learning_rate 1e-5 --steps 300
+       then train on with --policy_model runs/supervised/best
+Costs: grpo/poster/README.md
+Dims:  P posters of this rank, m sequences of a micro-batch, C completion tokens
 
-The targets are the ground-truth posters of the records. A vision-language model sees the input
-images; its vision tower stays frozen.
+The loop is that of gkd/sft.py. A vision-language policy sees the input images; its vision tower stays frozen.
 """
 
-import random
+import os
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-import torch
-from transformers import ProcessorMixin, PreTrainedTokenizerBase
+PLACES = [*Path(__file__).resolve().parents, Path(os.environ.get("RL_HAND", "."))]  # searched for the clone
+sys.path[:0] = [str(p) for p in PLACES if (p / "common/loop").is_dir()][:1]
+find_spec("common") or sys.exit("no package common: set RL_HAND to the folder of the clone, or pip install -e it")
+from common.base import checks, config
+from common.run import rules
 
-sys.path.insert(0, str(next(p for p in Path(__file__).resolve().parents if (p / "common/maths/losses.py").is_file())))
-from common.base import checks, config, storage
-from common.base.checks import require
-from common.distill import offpolicy
-from common.model import images, logprobs, models, sources
-from common.run import interrupts, metrics, random_state
-from common.tasks import data
+config.answer_early(globals())  # answers --help and wrong options before the slow imports
+from common.base import devices, distributed
+from common.loop import RewardSettings, Run, Sampler, Trainer, token_stats
+from common.loop.supervised import batch_of
+from common.maths import losses
+from common.model import images, sources
+from common.planning import shapes
 from common.training import optim
-from grpo.poster import records, synthetic, toys
+from grpo.poster import toys
+from grpo.poster.examples import load_demonstrations, load_examples, open_images
+from grpo.poster.policy import SupervisedPosterPolicy
+from grpo.poster.scoring import PosterScorer, evaluate
+
+TIMEOUT_MINUTES = 60  # limit for waiting on other ranks: must exceed an evaluation
 
 
 @dataclass(frozen=True)
-class Config:
-    """Supervised fine-tuning for posters. Editing a line and passing --name value are the same."""
+class Config(RewardSettings):
+    """SFT, supervised fine-tuning for posters. Editing a line and passing --name value are the same."""
 
-    policy_model: str = "toy-poster"  # built-in, or toy-poster-vlm; or a hub id or folder, with or without vision
-    train_data: str = "synthetic:0"  # "synthetic:LEVEL", or a .jsonl file of records
-    steps: int = 200  # optimizer steps
-    batch_size: int = 16  # P, posters per step
-    micro_batch_tokens: int = 8192  # prompt and poster tokens in one forward pass; affects memory and speed only
+    policy_model: str = "toy-poster"  # built-in, or "toy-poster-vlm"; a chat model, or of the Qwen-VL families
+    train_data: str = "synthetic:0"  # built-in, levels 0, 1, 2; or a .jsonl of records (grpo/poster/records.py)
+    eval_data: str = "synthetic:0"  # the same, held out; "": no evaluation
+    coord_space: Literal["px", "rel1000"] = "px"  # of boxes, in evaluations without a service
+    font_paths: str = ""  # font files, separated by commas, for evaluations without a service; needed beyond ASCII
+    send_images: bool = True  # a service paints posters with the input images; else with grey in their place
+    max_prompt_tokens: int = 8192  # longer prompts, with the tokens of their images, are dropped, with a count
     max_tokens: int = 8192  # of prompt and poster; longer records are dropped and counted
-    max_pixels: int = 0  # area above which an image is downscaled; 0: the limit of the model
+    max_images: int = 8  # prompts with more images are dropped, for a policy that sees them
+    max_pixels: int = 602_112  # area of an image above which it is made smaller: 768 visual tokens; 0: the model's own
+
+    steps: int = 200  # optimizer steps
+    batch_size: int = 16  # posters per step, over all GPUs
     learning_rate: float = 1e-3  # for the built-in policies; 1e-5 from 0.5 B parameters up
-    warmup_steps: int = 10  # steps of linear warm-up; over the second half of the steps the rate decays to 0
-    weight_decay: float = 0.0  # decoupled
-    max_grad_norm: float = 1.0  # gradient clipping; inf: none
-    dtype: str = "auto"  # "bf16" and "fp16" with fp32 master weights, "fp32"; "auto": bf16 on a GPU, fp32 on the CPU
-    device: str = "auto"  # "cuda", "cpu"; "auto": the first GPU if there is one
-    gradient_checkpointing: bool = False  # recompute activations: less memory, more time
-    seed: int = 0  # for the order of the posters
-    out_dir: str = "runs/supervised"  # policy/, metrics.jsonl, tensorboard/
+    warmup_steps: int = 10  # steps of linear warm-up
+    lr_schedule: Literal["constant", "linear", "cosine"] = "linear"  # after the warm-up
+    max_new_tokens: int = 256  # maximum length of a completion in an evaluation
+    temperature: float = 1.0  # of sampling; evaluations are greedy
+
+    seed: int = 0  # of data order
+    out_dir: str = "runs/supervised"  # checkpoints, metrics.jsonl, tensorboard/
+    save_every: int = 100  # steps between checkpoints; the last step is always saved
+    eval_every: int = 100  # steps between evaluations (greedy), the first before training; 0: never
+    eval_examples: int = 64  # rows of eval_data used
+
+    group_size = num_minibatches = 1  # one poster per record and one optimizer step per batch; no options
+    freeze_vision = True
+
+    @property
+    def fonts(self) -> tuple[str, ...]:
+        """Paths of the font files."""
+        return tuple(filter(None, (path.strip() for path in self.font_paths.split(","))))
 
     def __post_init__(self):
-        checks.at_least(self, 1, "steps", "batch_size", "micro_batch_tokens", "max_tokens")
-        checks.at_least(self, 0, "max_pixels", "learning_rate", "warmup_steps", "weight_decay")
-        checks.above_zero(self, "max_grad_norm")
-        checks.one_of(self, dtype=("auto", *sources.DTYPES), device=("auto", "cuda", "cpu"))
-        taken = (Path(self.out_dir) / "policy").exists()
-        require(not taken, f"out_dir = {self.out_dir!r}", "holds a policy already", "choose another folder")
+        rules.check(self)  # rules that all scripts share
+        checks.at_least(self, 1, "max_images")
+        checks.at_least(self, 2, "max_tokens")
 
 
-def encode(
-    rows: list[dict[str, Any]], reader: PreTrainedTokenizerBase | ProcessorMixin, folder: Path
-) -> list[tuple[list[int], list[int]]]:
-    """Token ids of the prompt and of the target poster of every record, including the end token.
-
-    Args:
-        rows: from `records.read`.
-        reader: the tokenizer of a text model; the processor of a vision-language model.
-        folder: of the images.
-    """
-    has_vision = isinstance(reader, ProcessorMixin)
-    tokenizer = reader.tokenizer if has_vision else reader
-    chats = [records.messages(row, has_vision) for row in rows]
-    if has_vision:
-        sizes = [[records.image_size(ref, folder) for ref in row["images"]] for row in rows]
-        prompts = [images.encode(reader, chat, own) for chat, own in zip(chats, sizes, strict=True)]
-    else:
-        prompts = data.encode_prompts(chats, "train_data", tokenizer, True, "")
-    golds = tokenizer([synthetic.gold(row) for row in rows], add_special_tokens=False, verbose=False)["input_ids"]
-    return [(prompt, [*gold, tokenizer.eos_token_id]) for prompt, gold in zip(prompts, golds, strict=True)]
+# metric: (least, most) in a healthy run, None: no limit; outside, the option on_collapse decides
+GUARDS = {"entropy": (5e-3, 8.0), "nll": (1e-3, 12.0)}
 
 
-def main(cfg: Config) -> None:
-    """Trains and saves the policy; a step is one batch of posters."""
-    on_gpu = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
-    home = torch.device("cuda:0" if on_gpu else "cpu")
-    storage.claim(cfg.out_dir)  # two runs must not write the same policy
-    random_state.seed(cfg.seed)
-    source = toys.find(cfg.policy_model)
-    tokenizer, model = models.load_policy(source, home, cfg.dtype, cfg.gradient_checkpointing)
-    models.warn_learning_rate(cfg.learning_rate, model, 1e-4, "on demonstrations: 1e-5")
-    has_vision = images.is_vlm(model.config)
-    reader = images.load_processor(source, cfg.max_pixels) if has_vision else tokenizer
-    if has_vision:
-        images.freeze_vision(model)
-    policy = logprobs.LogProbs(model, 1.0)
-    optimizer = optim.AdamW(model, cfg.learning_rate, weight_decay=cfg.weight_decay)
-    rows, folder = records.read(cfg.train_data), records.folder_of(cfg.train_data)
-    pairs = encode(rows, reader, folder)
-    usable = [i for i, (prompt, gold) in enumerate(pairs) if len(prompt) + len(gold) <= cfg.max_tokens]
-    fit = f"{cfg.train_data}: {len(usable)} of {len(rows)} records fit into max_tokens = {cfg.max_tokens}"
-    enough = len(usable) >= cfg.batch_size
-    require(enough, fit, f"must be at least batch_size = {cfg.batch_size}", "lower it, or raise max_tokens")
-    print(fit)
-    log = metrics.Log(cfg.out_dir, 0, cfg.steps, [home] if on_gpu else [])
-    config.save(cfg, cfg.out_dir)
-    end_ids, rng = sources.end_token_ids(tokenizer, model), random.Random(cfg.seed)
-    for step in range(1, cfg.steps + 1):
-        chosen = rng.sample(usable, cfg.batch_size)
-        prompts, golds = zip(*(pairs[i] for i in chosen), strict=True)
-        batch = offpolicy.batch(prompts, golds, tokenizer.pad_token_id, end_ids, home)
-        if has_vision:
-            pictures = [[records.open_image(ref, folder) for ref in rows[i]["images"]] for i in chosen]
-            batch.images = images.Images.of(model, reader, prompts, pictures)
-        (micros,) = batch.minibatches(1, cfg.micro_batch_tokens, policy.packs(batch.longest))
-        decay = min(1.0, 2 - 2 * (step - 1) / cfg.steps)
-        optimizer.learning_rate = cfg.learning_rate * decay * optim.warmup(step, cfg.warmup_steps)
-        with log.time("update"):
-            for micro in micros:
-                logps_mC, _ = policy(*micro.tokens)
-                loss = -(logps_mC * micro.completion_mask).sum() / batch.num_tokens
-                optimizer.scale(loss).backward()
-                log.add(micro.num_tokens, loss=loss.detach() * batch.num_tokens / micro.num_tokens)
-            log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
-        with interrupts.keep_batch(cfg.out_dir, step, micros):
-            log.add(overflows=optimizer.check())  # raises if a loss or gradient is not finite
-        log.add_batch(batch)
-        log.end_step(step, learning_rate=optimizer.learning_rate)
-    log.close()
-    policy_folder = Path(cfg.out_dir) / "policy"
-    model.save_pretrained(policy_folder)
-    reader.save_pretrained(policy_folder)
-    print(f"saved to {policy_folder}")
+def sft_loss(policy, micro, cfg, counts):
+    """Share of a micro-batch in the loss of its minibatch; `counts` are the minibatch's, so the shares add up."""
+    weights_mC = losses.weights(micro.completion_mask, "token_mean", counts.of("token_mean"))
+    loss, reported = policy.cross_entropy(micro, weights_mC)
+    return loss, token_stats(micro, loss, reported, counts)
+
+
+def main(cfg: Config, rewards=()) -> None:
+    """Trains the policy; every step is a batch, an update, report and save. `rewards` add to evaluations."""
+    gpus = devices.layout(cfg.device, policy=None)
+    run = Run(cfg, gpus, GUARDS, TIMEOUT_MINUTES)  # joins the other ranks, finds the checkpoint to resume from
+    start_model = toys.find(cfg.policy_model)
+    source = str(run.checkpoint or start_model)
+    # the data before the model: how long prompts are decides about memory
+    tokenizer, processor = sources.load_tokenizer(source), None
+    if images.is_vlm(shapes.base(start_model)):
+        processor = images.load_processor(source, cfg.max_pixels)
+    train_examples = load_demonstrations(cfg, tokenizer, processor)
+    eval_examples = []
+    if cfg.eval_data and cfg.eval_every:
+        eval_examples = load_examples(cfg, cfg.eval_data, "test", tokenizer, processor)[: cfg.eval_examples]
+        eval_examples = eval_examples[distributed.rank() :: distributed.num_ranks()]
+    prompt_ids = [example.prompt_ids for example in [*train_examples, *eval_examples]]
+    visual = max(ids.count(processor.image_token_id) for ids in prompt_ids) if processor else 0
+    run.require_memory(model=start_model, prompt_tokens=max(map(len, prompt_ids)), visual_tokens=visual)
+    policy = SupervisedPosterPolicy(cfg, start_model, gpus, run.checkpoint, processor)
+    scorer = PosterScorer(cfg, policy.tokenizer, rewards, run.checkpoint, eval_examples)
+    optimizer = optim.AdamW(policy.model, cfg.learning_rate, cfg.weight_decay, offload=cfg.optimizer_offload)
+    sampler = Sampler(cfg, policy, eval_examples, policy.suppressed_ids)
+    records = run.restore(policy, optimizer, train_examples, notes=scorer.notes, tokenizer=processor)
+    log = run.log
+    trainer = Trainer(cfg, policy, optimizer, log, run.plan, sampler.release_for_update)
+
+    with run.interruptible():  # Ctrl-C: finishes and saves the step, then stops; a second one stops at once
+        if run.eval_due(run.start):
+            log.eval(run.start, **evaluate(cfg, sampler, policy, scorer, eval_examples, run.start))
+        for step in run.steps():
+            # 1. data: the next posters, cut into micro-batches without padding
+            examples_P = records.next()
+            with run.phase("data"):
+                batch = batch_of(examples_P, sampler.pad_id, policy.home)
+                pictures_P = open_images(examples_P, cfg.train_data, processor)
+                batch.images = policy.vision_features(examples_P, pictures_P)
+                minibatches = trainer.minibatches(batch)
+            log.add_batch(batch)
+
+            # 2. update: one optimizer step; gradients summed over micro-batches and GPUs
+            optimizer.learning_rate = cfg.learning_rate * optim.warmup(step, cfg.warmup_steps)
+            with log.time("update"):
+                for minibatch in minibatches:
+                    if trainer.forward_backward(minibatch, sft_loss):  # False: nothing in it can be trained on
+                        log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
+                trainer.finish_update(step, minibatches)  # stops if a loss or gradient is not finite
+
+            # 3. report and save
+            run.end_step(step, records.position)
+            if run.eval_due(step):
+                log.eval(step, **evaluate(cfg, sampler, policy, scorer, eval_examples, step))
+            stop = run.stop_requested()
+            if stop or run.save_due(step):
+                run.save()
+            if stop:
+                break
 
 
 if __name__ == "__main__":

@@ -85,8 +85,8 @@ def dense(student, teacher, kind, said, weights, beta, shared=64) -> tuple[torch
             ids, logps, tail, _ = (x[i, :n] for x in said)
             betas = [exact_top(own, ids.long(), logps, tail, b, 0.7) for b in (beta, 0.0, 1.0)]
         logq, logp = ((x / 0.7).log_softmax(-1) for x in (own, theirs))
-        found = dict(zip(Divergences.values[:3], betas, strict=True), student_logps=logq[tokens], teacher_logps=logp[tokens],
-                     entropy=-(logq.exp() * logq).sum(-1))  # fmt: skip
+        found = dict(zip(Divergences.values[:3], betas, strict=True), student_logps=logq[tokens],
+                     teacher_logps=logp[tokens], entropy=-(logq.exp() * logq).sum(-1))  # fmt: skip
         values[i, :n] = torch.stack([found[name] for name in Divergences.values], -1).detach()
         loss = loss + (betas[0] * weights[i, :n]).sum()
     return loss, values

@@ -116,7 +116,7 @@ def main(cfg: Config) -> None:
             batch.images = images.Images.of(model, reader, prompts, pictures)
         (micros,) = batch.minibatches(1, cfg.micro_batch_tokens, policy.packs(batch.longest))
         decay = min(1.0, 2 - 2 * (step - 1) / cfg.steps)
-        optimizer.learning_rate = cfg.learning_rate * decay * optim.warmup(step, cfg.warmup_steps)
+        optimizer.learning_rate = cfg.learning_rate * decay * optim.schedule(step, cfg.steps, cfg.warmup_steps)
         with log.time("update"):
             for micro in micros:
                 logps_mC, _ = policy(*micro.tokens)

@@ -65,7 +65,7 @@ class Settings:
 
     micro_batch_tokens: int = 0  # tokens of a forward pass; changes memory and speed only; 0: as many as fit, to 32768
     warmup_steps: int = 5  # steps of linear warm-up, then lr_schedule to the last step
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # a resume with more steps stretches it
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # it is stretched if a resume raises steps
     lr_end: float = 0.0  # share of learning_rate at the last step, 0 to 1; unless lr_schedule is "constant"
     weight_decay: float = 0.0  # decoupled
     max_grad_norm: float = 1.0  # gradient clipping; inf: none

@@ -186,7 +186,7 @@ def link_best(out_dir: str | Path, step: int | None) -> None:
         f"{link} could not be set to {final.name if final else 'nothing'}",
         "the run goes on, and the next save tries again; mend that",
     ):
-        if final is not None and files.is_complete(final) and not departure(final, out_dir):
+        if final is not None and _is_of_branch(final, out_dir):
             if before == final:
                 return
             if os.path.lexists(link) and before is None:
@@ -199,6 +199,19 @@ def link_best(out_dir: str | Path, step: int | None) -> None:
             link.unlink()
             if step is not None:
                 print(f"{link} is removed: the checkpoint of the best step, {step}, is gone", flush=True)
+
+
+def _is_of_branch(folder: Path, out_dir: str | Path) -> bool:
+    """Whether a checkpoint exists, and is of the branch of metrics.jsonl; an OSError if that cannot be found out."""
+    try:
+        files.read_state(folder)
+    except FileNotFoundError:
+        return False
+    except (ValueError, RecursionError):
+        pass
+    if found := files.misnamed(folder):
+        raise OSError(errno.EIO, f"{folder.name}: {found}")
+    return not departure(folder, out_dir)
 
 
 def set_aside(folder: Path) -> None:

@@ -153,7 +153,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
 
     with run.interruptible():  # Ctrl-C: finishes and saves the step, then stops; a second one stops at once
         if run.eval_due(run.start):
-            log.eval(run.start, **evaluate(cfg, *judged, run.start))
+            run.record_eval(run.start, evaluate(cfg, *judged, run.start))
         for step in run.steps():
             # 1. rollout: completions from the student, of this rank's prompts; or off-policy ones
             offloading.offload_optimizer()
@@ -177,7 +177,8 @@ def main(cfg: Config, rewards=REWARDS) -> None:
                 log.add_rewards(scored.rewards, scored.by_function)
 
             # 3. update: num_minibatches optimizer steps; gradients summed over micro-batches and GPUs
-            optimizer.learning_rate = cfg.learning_rate * optim.warmup(step, cfg.warmup_steps)
+            rate = optim.schedule(step, cfg.steps, cfg.warmup_steps, cfg.lr_schedule, cfg.lr_end)
+            optimizer.learning_rate = cfg.learning_rate * rate
             offloading.onload_optimizer()
             with log.time("update"):
                 for minibatch in minibatches:
@@ -191,9 +192,9 @@ def main(cfg: Config, rewards=REWARDS) -> None:
                 log.samples(step, examples_P, scored, cfg.print_samples)
             if run.eval_due(step):
                 mixed.wait()  # for replicas that sample ahead: they sample here too
-                log.eval(step, **evaluate(cfg, *judged, step))
-            stop = run.stop_requested()
-            if stop or run.save_due(step):
+                run.record_eval(step, evaluate(cfg, *judged, step))
+            stop = run.stop_requested()  # by a signal, a guard or early_stop
+            if stop or run.save_due(step):  # every save_every steps, at the last, and at a new best
                 run.save()
             if stop:
                 break

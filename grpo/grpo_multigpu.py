@@ -142,7 +142,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
 
     with run.interruptible():  # Ctrl-C: finishes and saves the step, then stops; a second one stops at once
         if run.eval_due(run.start):
-            log.eval(run.start, **evaluate(cfg, sampler, scorer, eval_examples, run.start))
+            run.record_eval(run.start, evaluate(cfg, sampler, scorer, eval_examples, run.start))
         for step in run.steps():
             # 1. rollout: B completions from the current policy, for this rank's prompts
             examples_P = prompts.next()
@@ -165,7 +165,8 @@ def main(cfg: Config, rewards=REWARDS) -> None:
             log.add_rollout(batch, rewards_PG, scored.by_function)
 
             # 3. update: num_minibatches optimizer steps per epoch; gradients summed over micro-batches and GPUs
-            optimizer.learning_rate = cfg.learning_rate * optim.warmup(step, cfg.warmup_steps)
+            rate = optim.schedule(step, cfg.steps, cfg.warmup_steps, cfg.lr_schedule, cfg.lr_end)
+            optimizer.learning_rate = cfg.learning_rate * rate
             with log.time("update"):
                 for minibatch in minibatches * cfg.epochs:
                     if trainer.forward_backward(minibatch, grpo_loss):  # False: nothing in it can be trained on
@@ -179,9 +180,9 @@ def main(cfg: Config, rewards=REWARDS) -> None:
             if run.sample_due(step):
                 log.samples(step, examples_P, scored, cfg.print_samples)
             if run.eval_due(step):
-                log.eval(step, **evaluate(cfg, sampler, scorer, eval_examples, step))
-            stop = run.stop_requested()
-            if stop or run.save_due(step):
+                run.record_eval(step, evaluate(cfg, sampler, scorer, eval_examples, step))
+            stop = run.stop_requested()  # by a signal, a guard or early_stop
+            if stop or run.save_due(step):  # every save_every steps, at the last, and at a new best
                 run.save()
             if stop:
                 break

@@ -1,13 +1,16 @@
 """Measures the accuracy of a model or checkpoint on prompts with answers, greedily or over several samples.
 
-Run:   python scripts/evaluate.py runs/gspo/checkpoint-000060                      on the run's eval_data
+Run:   python scripts/evaluate.py runs/gspo/best                                   on the run's eval_data
        python scripts/evaluate.py MODEL --data test.jsonl --examples 300 --max_new_tokens 256
        python scripts/evaluate.py MODEL --data test.jsonl --samples 8              mean and pass@8 at temperature 1
        python scripts/evaluate.py CHECKPOINT --rewards my/train.py                 the REWARDS of that script
+       python scripts/evaluate.py MODEL --data test.jsonl --by level,topic         also by the values of columns
 A checkpoint is asked as its run asked: data, system prompt, chat template, lengths and stop strings come from the run's
 options unless given here. Prints one JSON line, whose `measure` says what was measured; --out FILE also saves every
 completion. Without --rewards, answers are compared by common/tasks/answers.py, and any answer listed in a row's
 `accepted` is correct. With it, `reward` is the weighted sum and a completion is correct if the first function gives 1.
+`accuracy_low` and `accuracy_high` are the ends of the 95 % interval (common/tasks/accuracy.py), over prompts, whose
+rows are independent; so for pass@k, majority and reward. --by adds `accuracy[level=3]` for each value of a column.
 With --samples N, over the prompts that can be scored:
   pass@k             probability that at least one of k samples is correct, for k = 1, 2, 4, ... and N; unbiased
   majority           share of prompts whose most frequent answer is correct
@@ -52,6 +55,7 @@ def option_parser() -> argparse.ArgumentParser:
     found.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     found.add_argument("--dtype", default="auto", help="auto, fp32, bf16 or fp16 (default: %(default)s)")
     found.add_argument("--seed", type=int, default=0, help="seed of sampling (default: %(default)s)")
+    found.add_argument("--by", default="", help="columns of the data, separated by commas: accuracy by their values")
     found.add_argument("--out", default="", help="JSONL file for prompts, completions and scores")
     return found
 
@@ -113,13 +117,21 @@ def sample_metrics(groups: Sequence[Sequence[dict]], num_samples: int) -> dict[s
     mean = accuracy.mean
     right = [[line["extracted"] for line in group if line["right"]] for group in groups]
     ks = sorted({2**i for i in range(num_samples.bit_length())} | {num_samples})
-    result = {f"pass@{k}": mean(accuracy.pass_at_k(num_samples, len(answers), k) for answers in right) for k in ks}
+    result = {}
+    for k in ks:
+        result |= with_interval(f"pass@{k}", [accuracy.pass_at_k(num_samples, len(answers), k) for answers in right])
     votes = [([line["completion"] for line in group], [line["right"] for line in group]) for group in groups]
-    result["majority"] = mean(accuracy.majority_is_right(*vote) for vote in votes)
+    result |= with_interval("majority", [accuracy.majority_is_right(*vote) for vote in votes])
     result["distinct"] = mean(len({line["completion"] for line in group}) for group in groups)
     result["distinct_correct"] = mean(len(set(answers)) for answers in right)
     result["effective_correct"] = mean(accuracy.effective_number(answers) for answers in right if answers)
     return result
+
+
+def with_interval(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    """The mean of one value per prompt and its 95 % interval, by name; None where they are unknown."""
+    found = dict(zip((f"{name}_low", f"{name}_high"), accuracy.interval(values), strict=True))
+    return {name: accuracy.mean(values)} | {key: None if math.isnan(end) else end for key, end in found.items()}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -164,6 +176,11 @@ def main(argv: list[str] | None = None) -> None:
     )  # fmt: skip
     examples = examples[: args.examples or None]
     scoring.check(functions, examples[0].columns)
+    rows, columns = {example.index: example for example in examples}, settings.column_names(args.by)
+    try:
+        accuracy.require_columns([example.columns for example in examples], columns, "--by")
+    except ValueError as error:
+        parser.error(str(error))
     group_size = max(1, args.samples)
     lines, prompts_at_once = [], max(1, args.batch_size // group_size)
     sampler = rollout.Sampler(
@@ -197,20 +214,26 @@ def main(argv: list[str] | None = None) -> None:
     groups = [lines[i : i + group_size] for i in range(0, len(lines), group_size)]
     scored = [group for group in groups if all(line["score"] is not None for line in group)]
     counted = [line for group in scored for line in group]
+    right = [sum(line["right"] for line in group) / group_size for group in scored]
     result = {
         "model": args.model,
         "data": args.eval_data,
         "measure": f"REWARDS of {args.rewards}: {measured}" if args.rewards else measured,
         "examples": len(scored),
         "unscored": len(groups) - len(scored),
-        "accuracy": accuracy.mean(line["right"] for line in counted),
+        **with_interval("accuracy", right),
         "truncated": accuracy.mean(line["truncated"] for line in lines),
         "tokens": accuracy.mean(line["tokens"] for line in lines),
     }
     if args.rewards:
-        result["reward"] = accuracy.mean(line["score"] for line in counted)
+        result |= with_interval("reward", [sum(line["score"] for line in group) / group_size for group in scored])
         for name in (name for name in lines[0] if name.startswith("reward_")):
             result[name] = accuracy.mean(line[name] for line in counted if line[name] is not None)
+    by_label: dict[str, list[float]] = {}
+    for group, share in zip(scored, right, strict=True):
+        for label in accuracy.labels(rows[group[0]["row"]].columns, columns):
+            by_label.setdefault(f"accuracy{label}", []).append(share)
+    result |= {name: accuracy.mean(by_label[name]) for name in sorted(by_label)}
     if args.samples:
         result |= sample_metrics(scored, group_size)
     if args.out:

@@ -111,6 +111,7 @@ def draw_panel(axis: plt.Axes, titles: dict[str, str], runs: dict[str, list[dict
             values = rolling_mean(values)
         axis.plot(steps, values, color=color, linewidth=1.2 if name in UNSMOOTHED else 1.8, marker=marker)
         axis.plot(*series(rows, f"eval_{name}"), color=color, **EVAL_MARKER)
+        draw_interval(axis, rows, f"eval_{name}", color)
     if name == "reward" and len(runs) == 1:
         draw_functions(axis, next(iter(runs.values())))
     axis.grid(alpha=0.25)
@@ -118,6 +119,14 @@ def draw_panel(axis: plt.Axes, titles: dict[str, str], runs: dict[str, list[dict
     axis.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=STEPS))
     if name in FROM_ZERO:
         axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
+
+
+def draw_interval(axis: plt.Axes, rows: list[dict], name: str, color: str) -> None:
+    """Adds the 95 % interval of an evaluated metric as a light band, if the run has logged it."""
+    known = [row for row in rows if row.get(f"{name}_low") is not None and row.get(f"{name}_high") is not None]
+    if known:
+        (steps, low), (_, high) = series(known, f"{name}_low"), series(known, f"{name}_high")
+        axis.fill_between(steps, low, high, color=color, alpha=0.12, linewidth=0)
 
 
 def draw_functions(axis: plt.Axes, rows: list[dict]) -> None:
@@ -146,7 +155,10 @@ def draw(runs: dict[str, list[dict]], out: Path) -> None:
     entries[f"mean of {WINDOW} steps"] = plt.Line2D([], [], color=MUTED, linewidth=1.8)
     entries["each step"] = plt.Line2D([], [], color=MUTED, linewidth=0.9, alpha=0.5)
     if any(len(series(rows, "eval_reward")[0]) for rows in runs.values()):
-        entries["evaluation"] = plt.Line2D([], [], color=MUTED, **EVAL_MARKER)
+        interval = any(len(series(rows, "eval_reward_low")[0]) for rows in runs.values())
+        entries["evaluation, 95 % interval" if interval else "evaluation"] = plt.Line2D(
+            [], [], color=MUTED, **EVAL_MARKER
+        )
     figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=6, frameon=False)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial{out.suffix}")  # replaces an earlier picture only when complete

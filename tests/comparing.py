@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -39,14 +40,17 @@ TERMS = 2 * FORWARD + 320  # and back, and the sum over the tokens of a minibatc
 # beginnings of the names of metrics that differ from run to run
 MEASURED = ("seconds", "tokens_per_second", "memory_gib", "host_memory_gib", "embedding_seconds", "similarity_share")
 DRAWN = ("completion_length", "truncated", "unscored", "zero_std", "resampled", "reward")  # follow from the tokens
+INTERVAL = re.compile("eval_.*_(low|high)")
 CLIPPED = ("clip_fraction", "out_of_range")
 ENDED: list[str] = []  # comparisons of this process that ended early
 
 
 def comparable(lines: Iterable[dict]) -> list[dict]:
-    """Lines of metrics.jsonl without what no two runs have in common: durations and memory."""
+    """Lines of metrics.jsonl without what no two runs have in common, durations and memory, and without the ends of
+    intervals, which follow from the same values as their means."""
     kept = [line for line in lines if "seconds_save" not in line]
-    return [{k: v for k, v in line.items() if not k.startswith(MEASURED)} for line in kept]
+    return [{k: v for k, v in line.items() if not k.startswith(MEASURED) and not INTERVAL.fullmatch(k)}
+            for line in kept]  # fmt: skip
 
 
 def share() -> float:

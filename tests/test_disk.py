@@ -27,6 +27,7 @@ ERRNOS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.EBUSY, errno.EROFS, errno
 OS = (
     "rename",
     "replace",
+    "symlink",
     "open",
     "fsync",
     "mkdir",
@@ -117,8 +118,8 @@ def model():
     return trained(steps=1)
 
 
-def save(out_dir: Path, step: int, model, keep: int = 2) -> None:
-    checkpoint.save(str(out_dir), step, model[0], TOKENIZER, model[1], step, Config(keep))
+def save(out_dir: Path, step: int, model, keep: int = 2, best: int | None = None) -> None:
+    checkpoint.save(str(out_dir), step, model[0], TOKENIZER, model[1], step, Config(keep), best=best)
 
 
 def step(log: Log, number: int) -> None:
@@ -153,11 +154,12 @@ def start(out_dir: Path) -> Log:
     folder = checkpoint.find(str(out_dir), str(out_dir / "checkpoint-000004"))
     log = Log(str(out_dir), checkpoint_files.number(folder), 9, [])
     checkpoint.leave(str(out_dir), 4)
+    checkpoint.link_best(str(out_dir), 4)
     return log
 
 
 def try_save(out_dir: Path, model, log: Log) -> None:
-    save(out_dir, 8, model)
+    save(out_dir, 8, model, best=8)
 
 
 def try_start(out_dir: Path, model, log: Log) -> None:

@@ -15,7 +15,7 @@ from bounds import assert_rounded, rounding
 from torch import nn
 
 from common.training import optim
-from common.training.optim import AdamW, warmup
+from common.training.optim import AdamW, schedule
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs 1 GPU")]
 on_a_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
@@ -165,7 +165,8 @@ def test_a_missing_gradient_is_a_zero_gradient(dtype):
 
 
 def test_frozen_parameters_are_left_out_and_the_rate_warms_up():
-    assert [warmup(*args) for args in ((1, 5), (5, 5), (6, 5), (1, 0))] == pytest.approx([0.2, 1, 1, 1])
+    given = ((1, 9, 5), (5, 9, 5), (6, 9, 5), (1, 9, 0), (9, 9, 20))
+    assert [schedule(*args) for args in given] == [0.2, 1, 1, 1, 0.45]
     model = small_model()
     model.b.requires_grad_(False)
     optimizer = AdamW(model, learning_rate=0.1, weight_decay=0.5)

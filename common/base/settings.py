@@ -23,6 +23,11 @@ def stop_strings(text: str) -> tuple[str, ...]:
     return tuple(stops)
 
 
+def column_names(text: str) -> tuple[str, ...]:
+    """Reads the option `eval_by`: names separated by commas, each once."""
+    return tuple(dict.fromkeys(filter(None, (name.strip() for name in text.split(",")))))
+
+
 def template_kwargs(text: str) -> dict[str, Any]:
     """Reads the option `chat_template_kwargs`: a JSON object, or "".
 
@@ -59,7 +64,9 @@ class Settings:
     rollout_batch: int = 0  # completions sampled at once per GPU, at least one group; 0: as many as memory holds
 
     micro_batch_tokens: int = 0  # tokens of a forward pass; changes memory and speed only; 0: as many as fit, to 32768
-    warmup_steps: int = 5  # steps of linear warm-up, then constant
+    warmup_steps: int = 5  # steps of linear warm-up, then lr_schedule to the last step
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # it is stretched if a resume raises steps
+    lr_end: float = 0.0  # share of learning_rate at the last step, 0 to 1; unless lr_schedule is "constant"
     weight_decay: float = 0.0  # decoupled
     max_grad_norm: float = 1.0  # gradient clipping; inf: none
 
@@ -77,12 +84,20 @@ class Settings:
     compile: bool = True  # torch.compile on GPUs: faster steps, a slower first one
 
     resume: str = "auto"  # "auto": newest complete checkpoint in out_dir; "none": start anew; or a checkpoint folder
-    keep_checkpoints: int = 2  # older ones are deleted
+    keep_checkpoints: int = 2  # older ones are deleted, but for the best
+    best_by: str = "eval_reward"  # out_dir/best leads to the checkpoint where it is highest; "-name": lowest; "": none
+    early_stop: int = 0  # evaluations in a row without a new best after which the run saves and ends; 0: never
+    eval_by: str = ""  # columns of eval_data, "level,topic": eval_reward for each of their values, too
     sample_every: int = 10  # steps between entries in samples.jsonl; 0: never
     print_samples: bool = False  # print these entries, too
     on_collapse: Literal["warn", "stop", "off"] = "warn"  # if a metric leaves its GUARDS; "stop" saves and ends the run
     collapse_steps: int = 10  # steps in a row that a metric has to be outside its range
     profile: int = 0  # steps to trace with the torch profiler, from the third on, into out_dir/profile/
+
+    @property
+    def eval_columns(self) -> tuple[str, ...]:
+        """The columns in `eval_by`."""
+        return column_names(self.eval_by)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -92,11 +107,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class PromptSettings(Settings):
-    """Prompts given as text."""
+    """Prompts given as text, and answers to them."""
 
     apply_chat_template: bool = True  # a text prompt becomes one user message, if the tokenizer has a template
     system_prompt: str = ""  # opens every chat without a system turn of its own
     chat_template_kwargs: str = ""  # arguments of the chat template, JSON: '{"enable_thinking": false}'
+    eval_samples: int = 0  # completions per prompt for eval_pass_at_k and eval_majority_of_k, sampled as in training
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -120,6 +136,5 @@ class RLSettings(RewardSettings, PromptSettings):
     reward_model: str = ""  # sequence classifier with one output, hub id or folder; its score is added to REWARDS
     reward_model_weight: float = 1.0  # weight of its score in the sum
     overlong_cache: int = 0  # last tokens before max_new_tokens, where a penalty grows to -1 (DAPO, Eq. 13); 0: none
-    eval_samples: int = 0  # completions per prompt for eval_pass_at_k and eval_majority_of_k, sampled as in training
     dynamic_sampling: int = 0  # rounds in which new prompts replace groups with equal rewards (DAPO); 0: none
     reference_refresh: int = 0  # steps between copies of the policy into the reference; 0: never

@@ -16,7 +16,8 @@ from common.loop.policy import Policy
 from common.model.images import Images
 from common.planning import plan
 from common.run import checkpoint, guards, interrupts, metrics, profiling, random_state
-from common.tasks import chat_templates, data
+from common.run.best import Best
+from common.tasks import accuracy, chat_templates, data
 from common.tasks.data import Example, PromptStream
 from common.training.optim import AdamW
 
@@ -32,6 +33,7 @@ class Run:
         start: steps done when the run was resumed; set by `restore`.
         done: steps done so far.
         saved: the newest checkpoint of this run, or the one it was resumed from.
+        best: the best evaluation so far; set by `restore`.
         batch: completions of the current step that have no rewards yet. In an outage of the reward
             service they are saved; a resumed run scores them first.
     """
@@ -105,15 +107,18 @@ class Run:
             )
         ranks = distributed.rank(), self.num_ranks
         self.prompts = data.PromptStream(examples, cfg.batch_size, cfg.seed, position, *ranks)
-        self.prompts.warn_if_changed(checkpoint.notes(self.checkpoint).get("data"))
+        before = checkpoint.notes(self.checkpoint)
+        self.prompts.warn_if_changed(before.get("data"))
         with distributed.share_errors("start"):
             if distributed.rank() == 0:
                 with storage.required(Path(cfg.out_dir) / "config.json"):
                     config.save(cfg, cfg.out_dir, micro_batch_tokens=self.micro_batch_tokens)
         self.log = metrics.Log(cfg.out_dir, done, cfg.steps, self.gpus.all)
+        self.best = Best(cfg.best_by, cfg.early_stop, before.get("best"), self.log.evaluations)
         with distributed.share_errors("start"):
             if distributed.rank() == 0:
                 checkpoint.leave(cfg.out_dir, done)
+                checkpoint.link_best(cfg.out_dir, self.best.step)
         self.watch = guards.Watch(self.limits, cfg, self.log, done)
         self.start = self.done = done
         self.saved = self.checkpoint
@@ -142,7 +147,10 @@ class Run:
         distributed.shutdown()
 
     def steps(self) -> Iterator[int]:
-        """Yields the numbers of the remaining steps."""
+        """Yields the numbers of the remaining steps; none if the run has stopped early before."""
+        if self.best.exhausted:
+            distributed.print_main(f"{self._stopped_early()}: raise early_stop, or set it to 0, to go on")
+            return
         for step in range(self.start + 1, self.cfg.steps + 1):
             yield step
             self._end_profiled_step()
@@ -190,12 +198,34 @@ class Run:
             return self.log.evaluation_due(cfg)
         return bool(cfg.eval_data and cfg.eval_every) and (step % cfg.eval_every == 0 or step == cfg.steps)
 
+    def record_eval(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes an evaluation, and finds out whether it is the best so far.
+
+        Args:
+            step: steps done.
+            values: measures by name, equal on every rank.
+
+        Raises:
+            ValueError: none of them is the one that `best_by` names.
+        """
+        self.best.add(step, values)
+        self.log.eval(step, **values)
+        if step == self.start and distributed.rank() == 0:  # a save before this start may have written a checkpoint
+            checkpoint.link_best(self.cfg.out_dir, self.best.step)
+
     def stop_requested(self) -> bool:
-        """Whether any rank received a signal, or a guard stops the run; a collective.
+        """Whether any rank received a signal, a guard stops the run, or `early_stop` does; a collective.
 
         Call it once per step: a later call may differ, if a signal arrives while the run saves.
         """
-        return distributed.any_rank(bool(self._signals)) or self.collapsed
+        if self.best.exhausted:
+            self.log.print_above_bar(self._stopped_early())
+        return distributed.any_rank(bool(self._signals)) or self.collapsed or self.best.exhausted
+
+    def _stopped_early(self) -> str:
+        """Why a run stops early, as text."""
+        found = f"{self.best.value:.4g} after step {self.best.step}" if self.best.step is not None else "none"
+        return f"early stop: {self.best.since} evaluations without a new best {self.best.by} (the best: {found})"
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -203,8 +233,8 @@ class Run:
         return plan.micro_batch_tokens(self.cfg, self.plan)
 
     def save_due(self, step: int) -> bool:
-        """Whether to save after this step."""
-        return step % self.cfg.save_every == 0 or step == self.cfg.steps
+        """Whether to save after this step: also if its evaluation is the best so far."""
+        return step % self.cfg.save_every == 0 or step in (self.cfg.steps, self.best.step)
 
     def save(self, batch: RolloutBatch | None = None) -> None:
         """Saves a checkpoint of the steps done; a collective.
@@ -213,11 +243,12 @@ class Run:
             batch: completions of the next step that have no rewards yet.
         """
         chosen = 0 if self.cfg.micro_batch_tokens else self.micro_batch_tokens
-        notes = {"data": self.prompts.fingerprint, "date": self.date, "micro_batch_tokens": chosen}
+        notes = {"data": self.prompts.fingerprint, "date": self.date, "micro_batch_tokens": chosen,
+                 "best": self.best.notes}  # fmt: skip
         with self.log.time_save(self.done):
             self.saved = checkpoint.save(
                 self.cfg.out_dir, self.done, self.policy.whole, self.tokenizer, self.optimizer, self.position, self.cfg,
-                notes=notes | self.notes, rollout=batch, reference=self.frozen,
+                notes=notes | self.notes, rollout=batch, reference=self.frozen, best=self.best.step,
             )  # fmt: skip
 
 
@@ -241,6 +272,9 @@ def load_data(
         tokenizer: of the policy.
         train_answers: a training row without an answer is an error.
         eval_answers: an evaluation row without an answer is an error.
+
+    Raises:
+        ValueError: a row cannot be used, or `eval_by` names no column by which rows can be told apart.
     """
     options = dict(max_prompt_tokens=cfg.max_prompt_tokens, apply_chat_template=cfg.apply_chat_template,
                    system_prompt=cfg.system_prompt,
@@ -249,7 +283,9 @@ def load_data(
     held_out = []
     if cfg.eval_data and cfg.eval_every:
         held_out = data.load_examples(cfg.eval_data, tokenizer, split="test", need_answer=eval_answers, **options)
-    return train, held_out[: cfg.eval_examples][distributed.rank() :: distributed.num_ranks()]
+    held_out = held_out[: cfg.eval_examples]
+    accuracy.require_columns([example.columns for example in held_out], cfg.eval_columns)
+    return train, held_out[distributed.rank() :: distributed.num_ranks()]
 
 
 def _require_shares(cfg: Any, num_ranks: int, timeout_minutes: float) -> None:

@@ -137,9 +137,10 @@ def evaluate(
         step: steps done, for reward functions.
 
     Returns:
-        `eval_reward` of greedy completions, and of each reward function if there are several. With
-        `eval_samples` k: `eval_pass_at_1`, `eval_pass_at_k` and `eval_majority_of_k`, where a
-        completion is right if the first reward function gives it at least 1.
+        `eval_reward` of greedy completions, also by reward function if there are several, and by
+        the columns of `eval_by`. With `eval_samples` k: `eval_pass_at_1`, `eval_pass_at_k` and
+        `eval_majority_of_k`, where a completion is right if the first reward function gives it at
+        least 1. The ends of 95 % intervals are `<name>_low` and `<name>_high`.
     """
     greedy, accuracies = [], []
     size, k = cfg.batch_size * cfg.group_size, cfg.eval_samples
@@ -149,12 +150,19 @@ def evaluate(
         size = max(1, size // max(1, k))
         for part in [examples[i : i + size] for i in range(0, len(examples), size)] if k else []:
             batch = sampler.sample(part, cfg.temperature, k, [e.index for e in part])
-            accuracies += _accuracies(scorer.score(part, batch, step), k)
-    return metrics.mean_rewards(greedy) | metrics.mean_values(accuracies)
+            accuracies += accuracies_of(scorer.score(part, batch, step), k)
+    means = metrics.mean_rewards(greedy, examples, cfg.eval_columns)
+    return means | metrics.mean_values(accuracies, intervals=True)
 
 
-def _accuracies(scored: Scored, k: int) -> list[dict[str, float]]:
-    """Accuracies of each prompt with k samples that were all scored, by name of the metric."""
+def accuracies_of(scored: Scored, k: int) -> list[dict[str, float]]:
+    """Accuracies of each prompt with k samples that were all scored, by name of the metric.
+
+    Args:
+        scored: k completions of each prompt, side by side. One is right if the first reward
+            function gives it at least 1.
+        k: samples of a prompt.
+    """
     values_PK = next(iter(scored.by_function.values())).view(-1, k).tolist()
     found = []
     for i, values in enumerate(values_PK):

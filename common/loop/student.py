@@ -14,7 +14,7 @@ from common.distill import distillation, offpolicy, teacher_client, teachers
 from common.generation.batches import RolloutBatch
 from common.loop.offloading import Offloading
 from common.loop.policy import Policy
-from common.loop.sampler import Sampler
+from common.loop.sampler import Sampler, accuracies_of
 from common.loop.scorer import check_functions, collate
 from common.loop.trainer import Counts, Stats
 from common.model import logprobs
@@ -116,8 +116,8 @@ class AnsweredScorer:
         check_functions(functions, examples)
         self.cfg, self.tokenizer, self.functions = cfg, tokenizer, functions
 
-    def score(self, examples_P: Sequence[Example], batch: RolloutBatch, step: int = 0) -> Scored:
-        """Scores completions; as `Scorer.score`, with rewards by function if there are several."""
+    def score(self, examples_P: Sequence[Example], batch: RolloutBatch, step: int = 0, least: int = 2) -> Scored:
+        """Scores completions; as `Scorer.score`, with rewards by function if there are at least `least`."""
         arguments = collate(examples_P, batch, self.tokenizer, step, self.cfg.stops)
         answered = [i for i, answer in enumerate(arguments["answers"]) if answer is not None]
         scored = Scored(arguments["completions"], torch.full((len(batch),), math.nan), {})
@@ -125,7 +125,7 @@ class AnsweredScorer:
             own = {name: [values[i] for i in answered] if isinstance(values, list) else values
                    for name, values in arguments.items()}  # fmt: skip
             total, by_function = scoring.score(self.functions, own)
-            scored.put(answered, Scored(own["completions"], total, by_function if len(by_function) > 1 else {}))
+            scored.put(answered, Scored(own["completions"], total, by_function if len(by_function) >= least else {}))
         return scored
 
 
@@ -221,12 +221,13 @@ def evaluate(
         step: steps done, for reward functions.
 
     Returns:
-        Reward of greedy completions; per token: divergence from the teacher and the teacher's
-        negative log-likelihood on sampled completions, and the student's negative log-likelihood of
-        answers.
+        Reward of greedy completions and accuracies of sampled ones, as in `sampler.evaluate`, of
+        rows with an answer; per token: divergence from the teacher and the teacher's negative
+        log-likelihood on sampled completions, and the student's negative log-likelihood of answers.
     """
     sums = {name: [0.0, 0] for name in ("reverse_kl", "forward_kl", "teacher_nll", "answer_nll")}
     greedy: list[Scored] = []
+    accuracies: list[dict[str, float]] = []
     student, home = student.unsharded, student.home
 
     def add(name: str, total: float, count: int) -> None:
@@ -238,7 +239,7 @@ def evaluate(
         yield from memory.map_with_halving(micros, lambda micro: loss(student, micro, cfg, Counts())[1])
 
     tokens = cfg.micro_batch_tokens or budgets.TOKENS
-    size = cfg.batch_size * cfg.group_size
+    size, k = cfg.batch_size * cfg.group_size, cfg.eval_samples
     with distributed.share_errors("evaluate"), offloading.teacher_for_evaluation():
         for part in [examples[i : i + size] for i in range(0, len(examples), size)]:
             greedy.append(scorer.score(part, sampler.sample(part, temperature=0), step))
@@ -253,7 +254,12 @@ def evaluate(
                 batch = offpolicy.batch([e.prompt_ids for e in answered], ids, sampler.pad_id, sampler.end_ids, home)
                 for micro, stats in micro_stats(batch):
                     add("answer_nll", -stats.means["student_logps"] * micro.num_tokens, micro.num_tokens)
+        answered, size = [e for e in examples if e.answer is not None and k], max(1, size // max(1, k))
+        for part in [answered[i : i + size] for i in range(0, len(answered), size)]:
+            batch = sampler.sample(part, cfg.temperature, k, [e.index for e in part])
+            accuracies += accuracies_of(scorer.score(part, batch, step, least=1), k)
     totals = {name: [distributed.sum_over_ranks(x) for x in pair] for name, pair in sums.items()}
     means = {f"eval_{name}": total / count for name, (total, count) in totals.items() if count}
-    rewards = metrics.mean_rewards(greedy)
+    rewards = metrics.mean_rewards(greedy, examples, cfg.eval_columns)
+    rewards |= metrics.mean_values(accuracies, intervals=True)
     return means if math.isnan(rewards["eval_reward"]) else rewards | means

@@ -5,6 +5,7 @@ fingerprint of the lines of its steps. A run that goes back first cuts the file,
 checkpoints aside. If it is killed in between, the cut file tells that they are of the branch that was left.
 """
 
+import errno
 import os
 import re
 import sys
@@ -79,6 +80,8 @@ def _choose(out_dir: str, resume: str) -> Path | None:
             raise ValueError(f"out_dir = {out_dir!r} already holds a run: give another out_dir, or resume = 'auto'")
         return None
     folder = Path(resume)
+    if folder.name == files.BEST:  # a run goes back to a step, whatever has led to it
+        folder = files.linked(folder.parent) or folder
     if found := files.damage(folder):
         raise ValueError(
             f"resume = {resume!r}: not a complete checkpoint, {found}; give a folder checkpoint-NNNNNN with all its "
@@ -167,6 +170,48 @@ def leave(out_dir: str | Path, step: int) -> None:
                 set_aside(folder)
         if later and (left := abandoned(out_dir)):
             print(left, flush=True)
+
+
+def link_best(out_dir: str | Path, step: int | None) -> None:
+    """Makes out_dir/best lead to the checkpoint of a step, in one rename; a failure is a warning.
+
+    Args:
+        out_dir: of the run.
+        step: of the best evaluation. If None, or if this branch has no such checkpoint, a link of an earlier best is
+            removed; nothing but a link to a checkpoint is replaced or removed.
+    """
+    link, before = Path(out_dir) / files.BEST, files.linked(out_dir)
+    final = None if step is None else Path(out_dir) / files.name(step)
+    with storage.optional(
+        f"{link} could not be set to {final.name if final else 'nothing'}",
+        "the run goes on, and the next save tries again; mend that",
+    ):
+        if final is not None and _is_of_branch(final, out_dir):
+            if before == final:
+                return
+            if os.path.lexists(link) and before is None:
+                raise FileExistsError(errno.EEXIST, "it is no link to a checkpoint, and stays as it is")
+            temporary = unused(link.with_name(f"{WRITING}{link.name}"))
+            os.symlink(final.name, temporary)  # relative, so that the folder of the run can be moved
+            os.replace(temporary, link)
+            storage.sync(Path(out_dir))
+        elif before is not None:
+            link.unlink()
+            if step is not None:
+                print(f"{link} is removed: the checkpoint of the best step, {step}, is gone", flush=True)
+
+
+def _is_of_branch(folder: Path, out_dir: str | Path) -> bool:
+    """Whether a checkpoint exists, and is of the branch of metrics.jsonl; an OSError if that cannot be found out."""
+    try:
+        files.read_state(folder)
+    except FileNotFoundError:
+        return False
+    except (ValueError, RecursionError):
+        pass
+    if found := files.misnamed(folder):
+        raise OSError(errno.EIO, f"{folder.name}: {found}")
+    return not departure(folder, out_dir)
 
 
 def set_aside(folder: Path) -> None:

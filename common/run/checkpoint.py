@@ -21,14 +21,15 @@ from common.generation.batches import RolloutBatch
 from common.model import lora
 from common.run import branches, random_state
 from common.run import checkpoint_files as files
-from common.run.branches import find, leave
+from common.run.branches import find, leave, link_best
 from common.run.checkpoint_files import is_complete, newest
 from common.training.optim import AdamW
 
-__all__ = ["find", "is_complete", "leave", "load", "newest", "notes", "pending_rollout", "reference", "save"]
+__all__ = ["find", "is_complete", "leave", "link_best", "load", "newest", "notes", "pending_rollout", "reference",
+           "save"]  # fmt: skip
 # Settings that may differ when a pending rollout is taken up: completions do not depend on them
 NOT_OF_ROLLOUT = ("reward_url", "reward_patience", "allow_reward_change", "out_dir", "resume", "steps", "save_every",
-                  "keep_checkpoints", "micro_batch_tokens")  # fmt: skip
+                  "keep_checkpoints", "best_by", "early_stop", "eval_by", "micro_batch_tokens")  # fmt: skip
 
 
 def save(
@@ -42,11 +43,12 @@ def save(
     reference: PreTrainedModel | None = None,
     notes: dict[str, Any] | None = None,
     rollout: RolloutBatch | None = None,
+    best: int | None = None,
 ) -> Path:
     """Saves a checkpoint; called by every rank, written by rank 0.
 
     A run killed in the middle, or a full disk, leaves the older checkpoints untouched. If old ones cannot be deleted,
-    the run goes on with a warning.
+    the run goes on with a warning, and so it does if out_dir/best cannot be set.
 
     Args:
         out_dir: of the run; a folder.
@@ -59,6 +61,7 @@ def save(
         reference: the frozen model, if it was refreshed.
         notes: JSON values that the function `notes` returns after a resume.
         rollout: completions of the next step that could not be scored; `pending_rollout` returns them.
+        best: step of the best evaluation; out_dir/best leads to its checkpoint, which is kept, too.
 
     Returns:
         The checkpoint.
@@ -95,7 +98,8 @@ def save(
             "the run goes on, and keeps older checkpoints until a save can sync it; mend that",
         ):
             storage.sync(Path(out_dir))
-            _tidy(out_dir, cfg.keep_checkpoints)
+            link_best(out_dir, best)  # before the checkpoint that it led to is deleted
+            _tidy(out_dir, cfg.keep_checkpoints, best)
     return final
 
 
@@ -164,12 +168,13 @@ def _hide(folder: Path) -> Path:
     return aside
 
 
-def _tidy(out_dir: str, keep: int | None = None) -> None:
-    """Deletes what earlier saves left, and all but the newest checkpoints; a failure is a warning.
+def _tidy(out_dir: str, keep: int | None = None, best: int | None = None) -> None:
+    """Deletes what earlier saves left, and all checkpoints but the newest and the best; a failure is a warning.
 
     Args:
         out_dir: of the run.
         keep: checkpoints to keep; None: all.
+        best: step of one that is kept, too, as is the one that out_dir/best leads to.
     """
     failed: list[OSError] = []
     remedy = "the run goes on, and the next save tries again; mend that, or delete it yourself"
@@ -177,6 +182,7 @@ def _tidy(out_dir: str, keep: int | None = None) -> None:
         old = []
         if keep is not None:
             old = [folder for folder in files.complete(out_dir) if not branches.departure(folder, out_dir)][:-keep]
+            old = [folder for folder in old if files.number(folder) != best and folder != files.linked(out_dir)]
         for path in [*files.entries(out_dir, branches.WRITING), *old]:
             try:
                 storage.remove(_hide(path) if path in old else path)

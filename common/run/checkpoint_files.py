@@ -23,6 +23,7 @@ OPTIMIZER = "optimizer.safetensors"
 RNG = "rng.safetensors"
 REFERENCE = "reference"
 ROLLOUT = "rollout.safetensors"
+BEST = "best"  # a link in the folder of a run, beside its checkpoints
 
 
 def name(step: int) -> str:
@@ -45,6 +46,19 @@ def misnamed(folder: Path) -> str:
     except (ValueError, KeyError, TypeError, RecursionError):
         return f"its {STATE} cannot be read"
     return "" if step == number(folder) else f"its {STATE} is of step {step}"
+
+
+def linked(out_dir: str | Path) -> Path | None:
+    """The checkpoint that out_dir/best leads to, which may be gone; None if there is no such link.
+
+    Args:
+        out_dir: of the run.
+    """
+    try:
+        folder = Path(out_dir) / os.readlink(Path(out_dir) / BEST)
+    except OSError:  # absent, or no link: the user's
+        return None
+    return folder if folder.parent == Path(out_dir) and number(folder) >= 0 else None
 
 
 def entries(out_dir: str | Path, prefix: str) -> list[Path]:

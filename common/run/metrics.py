@@ -9,7 +9,7 @@ import math
 import os
 import resource
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -23,11 +23,13 @@ from common.base import devices, distributed, storage
 from common.generation.batches import RolloutBatch
 from common.maths import advantages
 from common.run import branches
+from common.tasks import accuracy
 from common.tasks.data import Example
 from common.tasks.scoring import Scored
 
 NUM_SAMPLES = 4  # prompts per entry in samples.jsonl
 LEAST_ROOM = 2**16  # bytes on the disk of TensorBoard's events, to open a file there
+ENDS = ("_low", "_high")  # of the names of the ends of an interval
 IN_BAR = {"reward": "reward", "len": "completion_length", "clip": "clip_fraction", "div": "divergence",
           "tok/s": "tokens_per_second"}  # fmt: skip
 
@@ -87,7 +89,11 @@ class StepMetrics:
 
 
 class Log(StepMetrics):
-    """Reports the metrics of all ranks: metrics.jsonl, TensorBoard, progress bar, samples.jsonl."""
+    """Reports the metrics of all ranks: metrics.jsonl, TensorBoard, progress bar, samples.jsonl.
+
+    Attributes:
+        evaluations: lines of metrics.jsonl from evaluations before this start; none in a new run.
+    """
 
     def __init__(self, out_dir: str, start: int, steps: int, gpus: list[torch.device]):
         """Opens the files of a run and removes lines of steps after `start`; a collective.
@@ -101,7 +107,7 @@ class Log(StepMetrics):
         super().__init__()
         self.out_dir, self.gpus, self.is_main = Path(out_dir), gpus, distributed.rank() == 0
         self._warned: set[str] = set()
-        evaluated = False
+        found: list[dict[str, Any]] = []
         with distributed.share_errors("log"):
             if self.is_main:
                 for name in ("metrics.jsonl", "samples.jsonl"):
@@ -110,10 +116,10 @@ class Log(StepMetrics):
                         # -1 in a new run: it evaluates the starting model again
                         keep_lines(self.out_dir / name, start if start else -1)
                 with storage.required(self.out_dir / "metrics.jsonl"):
-                    evaluated = _has_evaluation(self.out_dir / "metrics.jsonl", start)
+                    found = _evaluations(self.out_dir / "metrics.jsonl")
                 self._board = Board(self.out_dir / "tensorboard", start + 1)
                 self._bar = tqdm(initial=start, total=steps, unit="step", dynamic_ncols=True)
-        self._start, self._evaluated = start, distributed.any_rank(evaluated)
+        self._start, self.evaluations = start, distributed.gather_objects(found)[0]
 
     def add_batch(self, batch: RolloutBatch) -> None:
         """Adds completion lengths and the truncated share of a batch; a collective."""
@@ -219,15 +225,20 @@ class Log(StepMetrics):
 
     def evaluation_due(self, cfg: Any) -> bool:
         """Whether to evaluate before the first step: a new run, or an outage cut an evaluation."""
-        if not (cfg.eval_data and cfg.eval_every) or self._evaluated:
+        if not (cfg.eval_data and cfg.eval_every) or any(line["step"] == self._start for line in self.evaluations):
             return False
         return self._start % cfg.eval_every == 0 or self._start == cfg.steps
 
     def eval(self, step: int, **values: float) -> None:
-        """Writes the line of an evaluation after `step`; values are equal on every rank."""
+        """Writes the line of an evaluation after `step`; values are equal on every rank.
+
+        Printed are the measures with their intervals; those of single values of a column are only written.
+        """
         if self.is_main:
             self._write({"step": step, **values})
-            self.print_above_bar(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in values.items()))
+            ends = {f"{name}{end}" for name in values for end in ENDS}
+            shown = [name for name in values if name not in ends and "[" not in name]
+            self.print_above_bar(f"step {step}: " + ", ".join(_with_interval(name, values) for name in shown))
 
     def samples(self, step: int, examples: list[Example], scored: Scored, show: bool) -> None:
         """Writes samples to read: the first completion of each of the first NUM_SAMPLES prompts.
@@ -352,15 +363,20 @@ class Board:
                 raise
 
 
-def mean_rewards(parts: Iterable[Scored]) -> dict[str, float]:
+def mean_rewards(
+    parts: Iterable[Scored], examples: Sequence[Example] = (), columns: Sequence[str] = ()
+) -> dict[str, float]:
     """Mean rewards of an evaluation over all ranks, NaN if nothing was scored; a collective.
 
     Args:
         parts: scored completions of this rank, possibly none; unscored ones are left out, and
             counted in a warning.
+        examples: their rows, one for each completion; only for `columns`.
+        columns: of the rows; rewards are also averaged over the rows with the same value.
 
     Returns:
-        `eval_reward`, and `eval_reward_<name>` of each reward function if there are several.
+        `eval_reward` with its 95 % interval, `eval_reward_<name>` of each reward function if there
+        are several, and `eval_reward[<column>=<value>]`.
     """
     values, rewards = [], []
     for part in parts:
@@ -371,25 +387,47 @@ def mean_rewards(parts: Iterable[Scored]) -> dict[str, float]:
     if missing:
         count = distributed.sum_over_ranks(len(rewards))
         distributed.print_main(f"warning: evaluation: {missing:.0f} of {count:.0f} rewards are NaN and left out")
-    return {"eval_reward": math.nan} | mean_values([{"eval_reward": x} for x in rewards] + values)
+    means = {"eval_reward": math.nan} | mean_values([{"eval_reward": x} for x in rewards], intervals=True)
+    return means | mean_values(values) | mean_by_column(rewards, examples, columns)
 
 
-def mean_values(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def mean_by_column(rewards: Sequence[float], examples: Sequence[Example], columns: Sequence[str]) -> dict[str, float]:
+    """Mean rewards over the rows with the same value of a column, over all ranks; a collective.
+
+    Args:
+        rewards: of this rank, one for each example; NaN is left out.
+        examples: of this rank.
+        columns: of the rows, as in `accuracy.labels`.
+
+    Returns:
+        `eval_reward[<column>=<value>]`, sorted by name. Rows without a value are in none.
+    """
+    rows = []
+    for example, reward in zip(examples, rewards, strict=True) if columns else ():
+        rows.append({f"eval_reward{label}": reward for label in accuracy.labels(example.columns, columns)})
+    return dict(sorted(mean_values(rows).items()))
+
+
+def mean_values(rows: Iterable[Mapping[str, float]], intervals: bool = False) -> dict[str, float]:
     """Means over all ranks by name; NaN is left out, and so is a name without values; a collective.
 
     Args:
         rows: values of this rank by name; a row need not have every name.
+        intervals: also the ends of the 95 % interval of each mean, `<name>_low` and `<name>_high`.
     """
-    sums: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():
             if not math.isnan(value):
-                total = sums.setdefault(name, [0.0, 0])
-                total[0], total[1] = total[0] + value, total[1] + 1
-    by_rank = distributed.gather_objects(sums)
-    names = dict.fromkeys(name for own in by_rank for name in own)
-    pairs = {name: [own[name] for own in by_rank if name in own] for name in names}
-    return {name: sum(total for total, _ in own) / sum(count for _, count in own) for name, own in pairs.items()}
+                values.setdefault(name, []).append(value)
+    by_rank = distributed.gather_objects(values)
+    means = {}
+    for name in dict.fromkeys(name for own in by_rank for name in own):
+        found = [value for own in by_rank for value in own.get(name, ())]
+        means[name] = sum(found) / len(found)
+        if intervals:
+            means |= zip((f"{name}{end}" for end in ENDS), accuracy.interval(found), strict=True)
+    return means
 
 
 def _to_host(values: list[float | torch.Tensor]) -> list[float]:
@@ -443,10 +481,16 @@ def keep_lines(path: Path, last_step: int) -> None:
         raise
 
 
-def _has_evaluation(path: Path, step: int) -> bool:
-    """Whether metrics.jsonl holds the results of an evaluation after this step."""
+def _evaluations(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that hold the results of an evaluation."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    return any(line["step"] == step and any(name.startswith("eval_") for name in line) for line in lines)
+    return [line for line in lines if any(name.startswith("eval_") for name in line)]
+
+
+def _with_interval(name: str, values: Mapping[str, float]) -> str:
+    """A measure with its interval, if it has one, as text."""
+    low, high = (values.get(f"{name}{end}", math.nan) for end in ENDS)
+    return f"{name} {values[name]:.3f}" + ("" if math.isnan(low) else f" [{low:.3f}, {high:.3f}]")
 
 
 def _finite(value: Any) -> Any:

@@ -22,6 +22,7 @@ def check(cfg: Any) -> None:
     above_zero(cfg, "temperature")
     require(cfg.max_grad_norm > 0, f"max_grad_norm = {cfg.max_grad_norm}", "must be above 0", "inf: no clipping")
     check_lora(cfg)
+    check_measures(cfg)
     settings.stop_strings(cfg.stop_strings)
     settings.template_kwargs(getattr(cfg, "chat_template_kwargs", ""))  # posters have none
     Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.min_p)  # checks its arguments
@@ -40,6 +41,23 @@ def check(cfg: Any) -> None:
     for name in ("reward_url", "teacher_url"):
         if getattr(cfg, name, ""):
             require_url(name, getattr(cfg, name))
+
+
+def check_measures(cfg: Any) -> None:
+    """Checks the schedule of the learning rate, and the options of evaluations."""
+    require(cfg.lr_end <= 1, f"lr_end = {cfg.lr_end}", "is a share of learning_rate, 0 to 1", "0.1 is usual, or 0")
+    require(cfg.lr_schedule != "constant" or cfg.lr_end == 0, f"lr_end = {cfg.lr_end}, lr_schedule = 'constant'",
+            "the rate does not fall", "set lr_schedule to 'linear' or 'cosine', or leave this at 0")  # fmt: skip
+    evaluates = bool(cfg.eval_data and cfg.eval_every)
+    given = f"eval_data = {cfg.eval_data!r}, eval_every = {cfg.eval_every}"
+    require(evaluates or not cfg.early_stop, f"early_stop = {cfg.early_stop}, {given}", "there is no evaluation",
+            "set both, or leave early_stop at 0")  # fmt: skip
+    require(evaluates or not cfg.eval_columns, f"eval_by = {cfg.eval_by!r}, {given}", "there is no evaluation",
+            "set both, or leave eval_by empty")  # fmt: skip
+    require(bool(cfg.best_by) or not cfg.early_stop, f"early_stop = {cfg.early_stop}, best_by = ''",
+            "no measure says what is best", "set best_by, or leave early_stop at 0")  # fmt: skip
+    require(cfg.best_by != "-", "best_by = '-'", "must name a measure",
+            "such as 'eval_reward', or '-eval_answer_nll' if the lowest is best")  # fmt: skip
 
 
 def check_lora(cfg: Any) -> None:

@@ -19,17 +19,30 @@ BUCKET_ELEMENTS = 2**26  # bf16 and fp16 gradients cast to fp32 at a time (256 M
 STREAM_ELEMENTS = 2**24  # of an offloaded state in one streamed bucket (192 MiB); three of them are on the GPU at once
 ALIGNED = 64  # elements
 OFFLOAD = ("none", "rollout", "always")
+SCHEDULES = ("constant", "linear", "cosine")
 FIRST_LOSS_SCALE, GOOD_STEPS = 2.0**16, 1000  # fp16: halved at every overflow, doubled after so many steps without one
 
 
-def warmup(step: int, warmup_steps: int) -> float:
-    """Factor in (0, 1] of the learning rate: linear warm-up, then constant.
+def schedule(step: int, steps: int, warmup_steps: int, kind: str = "constant", end: float = 0.0) -> float:
+    """Factor in [0, 1] of the learning rate: linear warm-up, then constant or a decay to the last step.
 
     Args:
         step: rollout step, from 1.
+        steps: the last step.
         warmup_steps: steps until the factor is 1; 0 for none.
+        kind: "constant"; "linear"; "cosine", half a period of it (Loshchilov and Hutter, arXiv 1608.03983, Eq. 5).
+        end: factor at the last step, in [0, 1]; unused if constant.
+
+    Raises:
+        ValueError: another kind.
     """
-    return min(1.0, step / max(1, warmup_steps))
+    if kind not in SCHEDULES:
+        raise ValueError(f"kind = {kind!r}: must be one of {SCHEDULES}")
+    if kind == "constant" or step <= warmup_steps:
+        return min(1.0, step / max(1, warmup_steps))
+    done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
+    left = 1.0 - done if kind == "linear" else (1.0 + math.cos(math.pi * done)) / 2
+    return end + (1.0 - end) * left
 
 
 class AdamW:

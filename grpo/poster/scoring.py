@@ -12,6 +12,7 @@ from common.base import distributed
 from common.generation.batches import RolloutBatch
 from common.loop import Sampler
 from common.loop.scorer import check_functions, collate, find_service
+from common.run import metrics
 from common.tasks import scoring
 from common.tasks.data import Example
 from common.tasks.scoring import Scored
@@ -99,7 +100,7 @@ def evaluate(
     examples: Sequence[Example],
     step: int = 0,
 ) -> dict[str, float]:
-    """Mean reward of greedy completions, and of its parts, over all ranks; a collective.
+    """Mean reward of greedy completions, of its parts, and by the columns of `eval_by`, over all ranks; a collective.
 
     Args:
         cfg: Config of grpo/poster/poster_grpo.py.
@@ -110,6 +111,7 @@ def evaluate(
         step: steps done, for reward functions.
     """
     sums: dict[str, tuple[float, int]] = {}
+    rewards: list[float] = []
     with distributed.share_errors("evaluate"):
         # smaller parts with images, whose features take memory
         size = max(1, cfg.batch_size * cfg.group_size // (4 if policy.processor else 1))
@@ -117,6 +119,7 @@ def evaluate(
             pictures = open_images(part, cfg.eval_data, policy.processor)
             batch = sampler.sample(part, temperature=0, images=policy.vision_features(part, pictures))
             scored = scorer.score(part, pictures, batch, step)
+            rewards += scored.rewards.tolist()
             for name, values in {"reward": scored.rewards, **scored.by_function}.items():
                 known = values[~values.isnan()]
                 total, count = sums.get(name, (0.0, 0))
@@ -127,4 +130,6 @@ def evaluate(
     count = distributed.sum_over_ranks(len(examples))
     if missing := count - pairs.get("reward", [0, 0])[1]:
         distributed.print_main(f"warning: evaluation: {missing} of {count} rewards are NaN and left out")
-    return {f"eval_{name}": total / count for name, (total, count) in pairs.items() if count}
+    means = metrics.mean_values([{"eval_reward": reward} for reward in rewards], intervals=True)
+    means |= {f"eval_{name}": total / count for name, (total, count) in pairs.items() if count}
+    return means | metrics.mean_by_column(rewards, examples, cfg.eval_columns)

@@ -55,12 +55,11 @@ class Config(PromptSettings):
     max_new_tokens: int = 128  # maximum length of a completion in an evaluation
     temperature: float = 1.0  # of sampling in an evaluation with eval_samples
     seed: int = 0  # of data order and sampling
-    out_dir: str = "runs/sft"  # checkpoints, metrics.jsonl, samples.jsonl, tensorboard/
+    out_dir: str = "runs/sft"  # checkpoints, metrics.jsonl, tensorboard/
     save_every: int = 60  # steps between checkpoints; the last step is always saved
     eval_every: int = 20  # steps between evaluations (greedy), the first before training; 0: never
     eval_examples: int = 256  # rows of eval_data used
 
-    eval_samples = 0
     group_size = num_minibatches = 1  # one reply per conversation and one optimizer step per batch; no options
 
     def __post_init__(self):
@@ -106,7 +105,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
 
     with run.interruptible():  # Ctrl-C: finishes and saves the step, then stops; a second one stops at once
         if run.eval_due(run.start):
-            log.eval(run.start, **evaluate(cfg, *judged, run.start))
+            run.record_eval(run.start, evaluate(cfg, *judged, run.start))
         for step in run.steps():
             # 1. data: the next conversations, cut into micro-batches without padding
             with run.phase("data"):
@@ -115,7 +114,8 @@ def main(cfg: Config, rewards=REWARDS) -> None:
             log.add_batch(batch)
 
             # 2. update: one optimizer step; gradients summed over micro-batches and GPUs
-            optimizer.learning_rate = cfg.learning_rate * optim.warmup(step, cfg.warmup_steps)
+            rate = optim.schedule(step, cfg.steps, cfg.warmup_steps, cfg.lr_schedule, cfg.lr_end)
+            optimizer.learning_rate = cfg.learning_rate * rate
             with log.time("update"):
                 for minibatch in minibatches:
                     if trainer.forward_backward(minibatch, sft_loss):  # False: nothing in it can be trained on
@@ -125,9 +125,9 @@ def main(cfg: Config, rewards=REWARDS) -> None:
             # 3. report and save
             run.end_step(step, conversations.position)
             if run.eval_due(step):
-                log.eval(step, **evaluate(cfg, *judged, step))
-            stop = run.stop_requested()
-            if stop or run.save_due(step):
+                run.record_eval(step, evaluate(cfg, *judged, step))
+            stop = run.stop_requested()  # by a signal, a guard or early_stop
+            if stop or run.save_due(step):  # every save_every steps, at the last, and at a new best
                 run.save()
             if stop:
                 break

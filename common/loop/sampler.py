@@ -142,17 +142,33 @@ def evaluate(
         `eval_majority_of_k`, where a completion is right if the first reward function gives it at
         least 1. The ends of 95 % intervals are `<name>_low` and `<name>_high`.
     """
-    greedy, accuracies = [], []
-    size, k = cfg.batch_size * cfg.group_size, cfg.eval_samples
+    greedy, size = [], cfg.batch_size * cfg.group_size
     with distributed.share_errors("evaluate"):
         for part in [examples[i : i + size] for i in range(0, len(examples), size)]:
             greedy.append(scorer.score(part, sampler.sample(part, temperature=0), step))
-        size = max(1, size // max(1, k))
-        for part in [examples[i : i + size] for i in range(0, len(examples), size)] if k else []:
-            batch = sampler.sample(part, cfg.temperature, k, [e.index for e in part])
-            accuracies += accuracies_of(scorer.score(part, batch, step), k)
+        accuracies = sampled_accuracies(cfg, sampler, scorer.score, examples, step)
     means = metrics.mean_rewards(greedy, examples, cfg.eval_columns)
     return means | metrics.mean_values(accuracies, intervals=True)
+
+
+def sampled_accuracies(
+    cfg: Any, sampler: Sampler, score: Callable, examples: Sequence[Example], step: int = 0
+) -> list[dict[str, float]]:
+    """Accuracies of each prompt over `eval_samples` completions, as in `accuracies_of`; none if it is 0.
+
+    Args:
+        cfg: a `settings.PromptSettings`.
+        sampler: samples completions.
+        score: `Scorer.score`, or a function like it.
+        examples: of this rank, with answers.
+        step: steps done, for reward functions.
+    """
+    k, found = cfg.eval_samples, []
+    size = max(1, cfg.batch_size * cfg.group_size // max(1, k))
+    for part in [examples[i : i + size] for i in range(0, len(examples), size)] if k else []:
+        batch = sampler.sample(part, cfg.temperature, k, [e.index for e in part])
+        found += accuracies_of(score(part, batch, step), k)
+    return found
 
 
 def accuracies_of(scored: Scored, k: int) -> list[dict[str, float]]:

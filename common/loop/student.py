@@ -14,7 +14,7 @@ from common.distill import distillation, offpolicy, teacher_client, teachers
 from common.generation.batches import RolloutBatch
 from common.loop.offloading import Offloading
 from common.loop.policy import Policy
-from common.loop.sampler import Sampler, accuracies_of
+from common.loop.sampler import Sampler, sampled_accuracies
 from common.loop.scorer import check_functions, collate
 from common.loop.trainer import Counts, Stats
 from common.model import logprobs
@@ -227,7 +227,6 @@ def evaluate(
     """
     sums = {name: [0.0, 0] for name in ("reverse_kl", "forward_kl", "teacher_nll", "answer_nll")}
     greedy: list[Scored] = []
-    accuracies: list[dict[str, float]] = []
     student, home = student.unsharded, student.home
 
     def add(name: str, total: float, count: int) -> None:
@@ -239,7 +238,7 @@ def evaluate(
         yield from memory.map_with_halving(micros, lambda micro: loss(student, micro, cfg, Counts())[1])
 
     tokens = cfg.micro_batch_tokens or budgets.TOKENS
-    size, k = cfg.batch_size * cfg.group_size, cfg.eval_samples
+    size = cfg.batch_size * cfg.group_size
     with distributed.share_errors("evaluate"), offloading.teacher_for_evaluation():
         for part in [examples[i : i + size] for i in range(0, len(examples), size)]:
             greedy.append(scorer.score(part, sampler.sample(part, temperature=0), step))
@@ -254,10 +253,8 @@ def evaluate(
                 batch = offpolicy.batch([e.prompt_ids for e in answered], ids, sampler.pad_id, sampler.end_ids, home)
                 for micro, stats in micro_stats(batch):
                     add("answer_nll", -stats.means["student_logps"] * micro.num_tokens, micro.num_tokens)
-        answered, size = [e for e in examples if e.answer is not None and k], max(1, size // max(1, k))
-        for part in [answered[i : i + size] for i in range(0, len(answered), size)]:
-            batch = sampler.sample(part, cfg.temperature, k, [e.index for e in part])
-            accuracies += accuracies_of(scorer.score(part, batch, step, least=1), k)
+        answered = [e for e in examples if e.answer is not None]
+        accuracies = sampled_accuracies(cfg, sampler, functools.partial(scorer.score, least=1), answered, step)
     totals = {name: [distributed.sum_over_ranks(x) for x in pair] for name, pair in sums.items()}
     means = {f"eval_{name}": total / count for name, (total, count) in totals.items() if count}
     rewards = metrics.mean_rewards(greedy, examples, cfg.eval_columns)

@@ -13,13 +13,13 @@ from common.base import devices, distributed, memory
 from common.distill.distillation import CrossEntropy
 from common.generation import batches
 from common.generation.batches import RolloutBatch
-from common.loop import sampler as sampling
 from common.loop.policy import Policy
-from common.loop.sampler import Sampler
+from common.loop.sampler import Sampler, sampled_accuracies
 from common.loop.student import AnsweredScorer
 from common.loop.trainer import Counts
 from common.model import sources
-from common.tasks import demonstrations
+from common.run import metrics
+from common.tasks import accuracy, demonstrations
 from common.tasks.demonstrations import Demonstration
 from common.training import budgets
 
@@ -83,6 +83,7 @@ def load_demonstrations(cfg: Any, policy: Policy) -> tuple[list[Demonstration], 
     if cfg.eval_data and cfg.eval_every:
         held_out = load(cfg.eval_data, split="test", last_turn_only=True, max_prompt_tokens=cfg.max_prompt_tokens)
         held_out = held_out[: cfg.eval_examples]
+        accuracy.require_columns([example.columns for example in held_out], cfg.eval_columns)
     learned, tokens = sum(sum(row.learned) for row in train), sum(row.tokens for row in train)
     distributed.print_main(
         f"{cfg.train_data}: {len(train)} conversations of {tokens} tokens, of which {learned} are learned; {cfg.steps} "
@@ -126,14 +127,16 @@ def evaluate(
         step: steps done, for reward functions.
 
     Returns:
-        The measures of `sampler.evaluate`, and per token of the held-out replies `eval_nll` and
-        `eval_token_accuracy`.
+        Reward of greedy completions and accuracies of sampled ones, as in `sampler.evaluate`, of
+        rows with an answer; `eval_nll` and `eval_token_accuracy` of the tokens of held-out replies.
     """
-    measures = sampling.evaluate(cfg, sampler, scorer, examples, step)
-    policy, tokens = policy.unsharded, cfg.micro_batch_tokens or budgets.TOKENS
+    policy, tokens, greedy = policy.unsharded, cfg.micro_batch_tokens or budgets.TOKENS, []
     sums = dict.fromkeys(("nll", "token_accuracy", "tokens"), 0.0)
     with distributed.share_errors("evaluate"):
+        answered = [e for e in examples if e.answer is not None]
+        accuracies = sampled_accuracies(cfg, sampler, functools.partial(scorer.score, least=1), answered, step)
         for part in [examples[i : i + cfg.batch_size] for i in range(0, len(examples), cfg.batch_size)]:
+            greedy.append(scorer.score(part, sampler.sample(part, temperature=0), step))
             replies = batch_of(part, sampler.pad_id, policy.home)
             (micros,) = replies.minibatches(1, tokens, policy.packs(replies))
             for micro, stats in memory.map_with_halving(micros, lambda micro: loss(policy, micro, cfg, Counts())[1]):
@@ -143,4 +146,6 @@ def evaluate(
     totals = {name: distributed.sum_over_ranks(total) for name, total in sums.items()}
     count = totals.pop("tokens")
     means = {f"eval_{name}": total / count for name, total in totals.items() if count}
-    return {name: value for name, value in measures.items() if not math.isnan(value)} | means
+    rewards = metrics.mean_rewards(greedy, examples, cfg.eval_columns)
+    rewards |= metrics.mean_values(accuracies, intervals=True)
+    return means if math.isnan(rewards["eval_reward"]) else rewards | means

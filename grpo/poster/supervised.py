@@ -122,7 +122,7 @@ def main(cfg: Config, rewards=()) -> None:
 
     with run.interruptible():  # Ctrl-C: finishes and saves the step, then stops; a second one stops at once
         if run.eval_due(run.start):
-            log.eval(run.start, **evaluate(cfg, sampler, policy, scorer, eval_examples, run.start))
+            run.record_eval(run.start, evaluate(cfg, sampler, policy, scorer, eval_examples, run.start))
         for step in run.steps():
             # 1. data: the next posters, cut into micro-batches without padding
             examples_P = records.next()
@@ -134,7 +134,8 @@ def main(cfg: Config, rewards=()) -> None:
             log.add_batch(batch)
 
             # 2. update: one optimizer step; gradients summed over micro-batches and GPUs
-            optimizer.learning_rate = cfg.learning_rate * optim.warmup(step, cfg.warmup_steps)
+            rate = optim.schedule(step, cfg.steps, cfg.warmup_steps, cfg.lr_schedule, cfg.lr_end)
+            optimizer.learning_rate = cfg.learning_rate * rate
             with log.time("update"):
                 for minibatch in minibatches:
                     if trainer.forward_backward(minibatch, sft_loss):  # False: nothing in it can be trained on
@@ -144,9 +145,9 @@ def main(cfg: Config, rewards=()) -> None:
             # 3. report and save
             run.end_step(step, records.position)
             if run.eval_due(step):
-                log.eval(step, **evaluate(cfg, sampler, policy, scorer, eval_examples, step))
-            stop = run.stop_requested()
-            if stop or run.save_due(step):
+                run.record_eval(step, evaluate(cfg, sampler, policy, scorer, eval_examples, step))
+            stop = run.stop_requested()  # by a signal, a guard or early_stop
+            if stop or run.save_due(step):  # every save_every steps, at the last, and at a new best
                 run.save()
             if stop:
                 break

@@ -34,7 +34,8 @@ converter, dropping, show_prompt = map(load_script, ("gguf_to_hf", "drop_layers"
 
 
 @pytest.mark.parametrize(
-    ("script", "package"), [("gguf_to_hf", "gguf"), ("benchmark_trl_gkd", "trl"), ("benchmark_vllm", "vllm")]
+    ("script", "package"),
+    [("gguf_to_hf", "gguf"), ("benchmark_trl_gkd", "trl"), ("recipe_trl", "trl"), ("benchmark_vllm", "vllm")],
 )
 def test_a_missing_package_is_named(monkeypatch, script, package):
     monkeypatch.setitem(sys.modules, package, None)  # what Python does for a package that is not installed

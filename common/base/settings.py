@@ -121,5 +121,6 @@ class RLSettings(RewardSettings, PromptSettings):
     reward_model_weight: float = 1.0  # weight of its score in the sum
     overlong_cache: int = 0  # last tokens before max_new_tokens, where a penalty grows to -1 (DAPO, Eq. 13); 0: none
     eval_samples: int = 0  # completions per prompt for eval_pass_at_k and eval_majority_of_k, sampled as in training
+    curriculum: str = ""  # draw prompts by recent success, of each "row" or of rows alike in a column; "": all in turn
     dynamic_sampling: int = 0  # rounds in which new prompts replace groups with equal rewards (DAPO); 0: none
     reference_refresh: int = 0  # steps between copies of the policy into the reference; 0: never

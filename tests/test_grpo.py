@@ -25,7 +25,7 @@ LOSSES = {
     "dr_grpo": dict(loss="dr_grpo", kl_estimator="k2", truncated="mask", max_new_tokens=16),
     "cispo": dict(loss="cispo", kl_coef=0.0, cispo_cap=1.01, advantage_scale="none"),
 }
-FULL = dict(**LOSSES["grpo"], dynamic_sampling=2, overlong_cache=4)
+FULL = dict(**LOSSES["grpo"], dynamic_sampling=2, curriculum="row", overlong_cache=4)
 NGRAMS = dict(similarity_model="ngrams")
 
 

@@ -61,7 +61,7 @@ TASKS = {
         dict(min_terms=3, max_terms=4, max_value=100),
     )),
 }  # fmt: skip
-DEFAULT = "chain_sum,spell_backward,letter_counting"
+DEFAULT = "chain_sum,basic_arithmetic,letter_counting"
 MOST_TRIES = 30  # for each row that is wanted, until no new question is expected
 
 

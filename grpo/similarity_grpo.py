@@ -194,6 +194,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
                 fill_logps(minibatches, policy, reference, trainer.micro_batch_tokens)
             with run.phase("score"):
                 scored = scoring.result()
+            prompts.learn(examples_P, scored)  # for a curriculum
             add_overlong_penalty(cfg, scored, batch)
             rewards_PG = scored.rewards.view(-1, cfg.group_size)
             clusters = groups.cluster(rewards_PG, embedding, log)  # rewards, labels and cosines of all ranks

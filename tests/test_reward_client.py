@@ -375,7 +375,7 @@ def test_a_service_scores_in_place_of_the_reward_of_the_script(launcher, fake, t
 def test_after_an_outage_the_rollout_is_scored_first_and_nothing_differs(launcher, tmp_path, script, ranks):
     port, steps = free_port(), 4
     options = dict(rewards=[never], steps=steps, reward_url=f"http://127.0.0.1:{port}", reward_patience=1.0,
-                   save_every=100, eval_every=0, dynamic_sampling=int(script == "grpo"))  # fmt: skip
+                   save_every=100, eval_every=0, dynamic_sampling=int(script == "grpo"), curriculum="row")  # fmt: skip
     service = Fake(port)
     straight = launcher.run(script, tmp_path / "straight", ranks, **options).succeeded()
     asked = {item["solution_str"] for item in service.items}

@@ -167,6 +167,7 @@ def test_a_reward_model_joins_the_reward_function_and_every_metric_is_explained(
     options = dict(
         steps=1,
         dynamic_sampling=1,
+        curriculum="row",
         reward_model=tmp_path / "model",
         reward_model_weight=0.5,
         eval_samples=4,

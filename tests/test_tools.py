@@ -17,7 +17,7 @@ from conftest import read_lines as read_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from common.loop import run as loop_run
-from common.tasks import accuracy
+from common.tasks import accuracy, rewards
 
 pytestmark = pytest.mark.tools
 
@@ -35,10 +35,17 @@ converter, dropping, show_prompt = map(load_script, ("gguf_to_hf", "drop_layers"
 
 @pytest.mark.parametrize(
     ("script", "package"),
-    [("gguf_to_hf", "gguf"), ("benchmark_trl_gkd", "trl"), ("recipe_trl", "trl"), ("benchmark_vllm", "vllm")],
+    [
+        ("gguf_to_hf", "gguf"),
+        ("benchmark_trl_gkd", "trl"),
+        ("recipe_trl", "trl"),
+        ("benchmark_vllm", "vllm"),
+        ("make_reasoning_gym", "reasoning-gym"),
+    ],
 )
 def test_a_missing_package_is_named(monkeypatch, script, package):
-    monkeypatch.setitem(sys.modules, package, None)  # what Python does for a package that is not installed
+    # what Python does for a package that is not installed
+    monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
     with pytest.raises(ImportError, match=f"pip install {package}"):
         load_script(script)
 
@@ -554,3 +561,67 @@ def test_an_update_computes_fewer_tokens_where_prompts_are_shared(capsys):
         ["once", "64", str(once), "4"], ["once", "512", str(once), "4"],
     ]  # fmt: skip
     assert all(float(row[i]) > 0 for row in rows for i in (5, 6)) and "aten::mm" in out
+
+
+class MadeUp:
+    """A task as reasoning-gym has them: question i comes from the seed + i, and many are equal."""
+
+    def __init__(self, name, seed, size, **options):
+        self.name, self.seed, self.size, self.options = name, seed, size, options
+
+    def __getitem__(self, i):
+        assert 0 <= i < self.size
+        number = (self.seed + i) % 150
+        return {"question": f"{self.name} {sorted(self.options.items())} {number}?", "answer": str(number)}
+
+
+@pytest.fixture
+def reasoning(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=MadeUp))
+    return load_script("make_reasoning_gym")
+
+
+def test_files_of_reasoning_gym_alternate_between_levels_and_share_no_question(reasoning, tmp_path):
+    for name, options in {"a": [], "b": ["--examples", "60"], "c": ["--seed", "1"], "d": []}.items():
+        given = ["--tasks", "chain_sum, spell_backward", "--levels", "1,3", "--examples", "30", "--test", "10"]
+        reasoning.main(["--out", str(tmp_path / name), *given, *options])
+    test, train = ([read_rows(tmp_path / name / f"{part}.jsonl") for name in "abcd"] for part in ("test", "train"))
+    assert test[0] == test[1] == test[3] != test[2] and train[0] == train[3] != train[2]
+    assert len(test[0]) == 4 * 10 and len(train[0]) == 4 * 30 and train[1][: 4 * 30] == train[0]
+    assert len({row["question"] for row in test[1] + train[1]}) == 4 * (10 + 60)
+    for rows in (test[0], train[0]):
+        kinds = [(row["task"], row["level"]) for row in rows]
+        assert kinds == [(task, level) for task in ("chain_sum", "spell_backward") for level in (1, 3)] * (
+            len(rows) // 4
+        )
+        assert [row["task_level"] for row in rows] == [f"{task} {level}" for task, level in kinds]
+    for row in test[0]:
+        asked, how = row["question"].split("\n")
+        options = reasoning.TASKS[row["task"]][1][row["level"] - 1]
+        assert asked == f"{row['task']} {sorted(options.items())} {row['answer']}?"
+        assert how == f"Answer with the {'number' if row['task'] == 'chain_sum' else 'word'} only."
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["--tasks", "sums"], "--tasks=sums: must be names of chain_sum, .*add it to TASKS"),
+    (["--tasks", ","], "--tasks"), (["--levels", "1,9"], "--levels=1,9: must be of 1, 2, 3, 4"),
+    (["--examples", "0"], "--examples=0 must be at least 1"), (["--test", "-1"], "--test=-1"),
+    (["--examples", "200"], "--examples=200: level 1 of chain_sum has hardly more than 130 .*ask for fewer"),
+])  # fmt: skip
+def test_options_of_reasoning_gym_that_cannot_be_met_are_refused(reasoning, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        reasoning.main(["--out", str(tmp_path), *options])
+
+
+def test_rewards_agree_with_the_scorers_of_reasoning_gym():
+    package = pytest.importorskip("reasoning_gym")
+    script = load_script("make_reasoning_gym")
+    for task, (_, levels) in script.TASKS.items():
+        scorer = package.create_dataset(task, size=1)
+        rows = script.make_rows([task], range(1, len(levels) + 1), "train", 0, 100, set())
+        golds = [row["answer"] for row in rows]
+        others = golds[1:] + golds[:1]
+        pairs = zip(others, golds, strict=True)
+        theirs = [scorer.score_answer(other, {"answer": gold, "metadata": {}}) for other, gold in pairs]
+        assert rewards.math_match(golds, golds) == [1.0] * len(golds)
+        assert rewards.math_match(others, golds) == [float(score == 1) for score in theirs]

@@ -18,6 +18,7 @@ from common.planning import plan
 from common.run import checkpoint, guards, interrupts, metrics, profiling, random_state
 from common.run.best import Best
 from common.tasks import accuracy, chat_templates, data
+from common.tasks.curriculum import Curriculum
 from common.tasks.data import Example, PromptStream
 from common.training.optim import AdamW
 
@@ -105,8 +106,11 @@ class Run:
             distributed.print_main(
                 f"{self.checkpoint} has all {cfg.steps} steps: raise steps to go on, or give another out_dir"
             )
-        ranks = distributed.rank(), self.num_ranks
-        self.prompts = data.PromptStream(examples, cfg.batch_size, cfg.seed, position, *ranks)
+        options = examples, cfg.batch_size, cfg.seed, position, distributed.rank(), self.num_ranks
+        if getattr(cfg, "curriculum", ""):
+            self.prompts = Curriculum(*options, by=cfg.curriculum, state=checkpoint.curriculum(self.checkpoint))
+        else:
+            self.prompts = PromptStream(*options)
         before = checkpoint.notes(self.checkpoint)
         self.prompts.warn_if_changed(before.get("data"))
         with distributed.share_errors("start"):
@@ -185,7 +189,8 @@ class Run:
             position: number of prompts taken from the data so far.
         """
         self.done, self.position, self.batch = step, position, None
-        self.collapsed = self.watch.check(self.log.end_step(step, learning_rate=self.optimizer.learning_rate))
+        reported = {"learning_rate": self.optimizer.learning_rate, **self.prompts.end_step()}
+        self.collapsed = self.watch.check(self.log.end_step(step, **reported))
 
     def sample_due(self, step: int) -> bool:
         """Whether samples.jsonl gets completions of this step."""
@@ -249,6 +254,7 @@ class Run:
             self.saved = checkpoint.save(
                 self.cfg.out_dir, self.done, self.policy.whole, self.tokenizer, self.optimizer, self.position, self.cfg,
                 notes=notes | self.notes, rollout=batch, reference=self.frozen, best=self.best.step,
+                curriculum=self.prompts.state_dict(),
             )  # fmt: skip
 
 

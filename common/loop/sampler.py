@@ -223,6 +223,7 @@ def resample(
             scored: Scored = scoring.result()
         for _ in range(cfg.dynamic_sampling):
             equal_P = advantages.equal_groups(scored.rewards.view(-1, cfg.group_size))
+            prompts.learn(examples_P, scored, among=equal_P.tolist())  # before they are gone
             places, numbers = prompts.replace(examples_P, equal_P.tolist())
             if not distributed.any_rank(bool(places)):
                 break

@@ -25,8 +25,8 @@ from common.run.branches import find, leave, link_best
 from common.run.checkpoint_files import is_complete, newest
 from common.training.optim import AdamW
 
-__all__ = ["find", "is_complete", "leave", "link_best", "load", "newest", "notes", "pending_rollout", "reference",
-           "save"]  # fmt: skip
+__all__ = ["curriculum", "find", "is_complete", "leave", "link_best", "load", "newest", "notes", "pending_rollout",
+           "reference", "save"]  # fmt: skip
 # Settings that may differ when a pending rollout is taken up: completions do not depend on them
 NOT_OF_ROLLOUT = ("reward_url", "reward_patience", "allow_reward_change", "out_dir", "resume", "steps", "save_every",
                   "keep_checkpoints", "best_by", "early_stop", "eval_by", "micro_batch_tokens")  # fmt: skip
@@ -44,6 +44,7 @@ def save(
     notes: dict[str, Any] | None = None,
     rollout: RolloutBatch | None = None,
     best: int | None = None,
+    curriculum: dict[str, torch.Tensor] | None = None,
 ) -> Path:
     """Saves a checkpoint; called by every rank, written by rank 0.
 
@@ -62,6 +63,7 @@ def save(
         notes: JSON values that the function `notes` returns after a resume.
         rollout: completions of the next step that could not be scored; `pending_rollout` returns them.
         best: step of the best evaluation; out_dir/best leads to its checkpoint, which is kept, too.
+        curriculum: recent success of prompts; the function `curriculum` returns it.
 
     Returns:
         The checkpoint.
@@ -79,6 +81,8 @@ def save(
         tensors = {files.OPTIMIZER: optimizer_state, files.RNG: _prefixed(rng_by_rank)}
         if all(rollout_by_rank):  # those of some ranks alone are useless
             tensors[files.ROLLOUT] = _prefixed(rollout_by_rank)
+        if curriculum:
+            tensors[files.CURRICULUM] = curriculum
         state = {"step": step, "position": position, "num_ranks": len(rng_by_rank), "files": {}, "notes": notes or {},
                  "config": dataclasses.asdict(cfg)}  # fmt: skip
         folder = branches.unused(final.with_name(f"{branches.WRITING}{final.name}"))
@@ -228,6 +232,16 @@ def notes(folder: Path | None) -> dict[str, Any]:
         folder: a complete checkpoint, or None.
     """
     return files.read_state(folder).get("notes", {}) if folder else {}
+
+
+def curriculum(folder: Path | None) -> dict[str, torch.Tensor]:
+    """The recent success of prompts that was passed to `save`; empty for a new run, or one without a curriculum.
+
+    Args:
+        folder: a complete checkpoint, or None.
+    """
+    path = Path(folder or "") / files.CURRICULUM
+    return load_file(path) if folder and path.is_file() else {}
 
 
 def pending_rollout(folder: Path | None, device: torch.device, cfg: Any = None) -> RolloutBatch | None:

@@ -34,7 +34,7 @@ from common.base import distributed
 from common.base.distributed import print_main
 from common.tasks.data_sources import read_rows
 from common.tasks.prompt_encoding import SURROGATE, encode, encode_prompts, without_nulls
-from common.tasks.scoring import ARGUMENTS
+from common.tasks.scoring import ARGUMENTS, Scored
 
 __all__ = ["Example", "PromptStream", "collate_columns", "encode_prompts", "load_examples", "permutation", "read_rows"]
 
@@ -357,6 +357,17 @@ class PromptStream:
                 examples[place // self.num_ranks] = self._example_at(self.position + i)
         self.position += len(everyones)
         return [place // self.num_ranks for place in own], [self._round * self.batch_size + place for place in own]
+
+    def learn(self, examples: Sequence[Example], scored: Scored, among: Sequence[bool] | None = None) -> None:
+        """Nothing: the order does not depend on rewards. `Curriculum` has one that does."""
+
+    def end_step(self) -> dict[str, float]:
+        """Ends a step; returns no metrics."""
+        return {}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Tensors for a checkpoint, beside `position`: none."""
+        return {}
 
     def _example_at(self, position: int) -> Example:
         epoch, offset = divmod(position, len(self.examples))

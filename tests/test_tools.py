@@ -190,9 +190,22 @@ def test_evaluate_reports_pass_at_k_and_diversity(evaluate):
     expected |= {"majority": 0.5, "measure": "math_match"}
     expected |= {"effective_correct": 1.7547654}  # of the one prompt with right answers: 14, 14, 21, 14
     assert {name: result[name] for name in expected} == pytest.approx(expected)
+    ends = {"pass@6_low": accuracy.interval([1, 0])[0], "majority_high": accuracy.interval([1, 0])[1]}
+    ends |= {"accuracy_low": accuracy.interval([2 / 3, 0])[0]}  # prompts are independent, not their samples
+    assert {name: result[name] for name in ends} == pytest.approx(ends)
     assert "pass@3" not in result
     assert [line["extracted"] for line in lines[:6]] == ["14", "14", "21", "15", None, "14"]
     assert [line["score"] for line in lines[:7]] == [1, 1, 1, 0, 0, 1, None]
+
+
+def test_evaluate_reports_accuracy_by_column(evaluate, capsys):
+    rows = [{**row, "level": level} for row, level in zip(ROWS, (1, 1, 2), strict=True)]
+    result, _ = evaluate(rows, [["14"], ["1"], ["8"]], "--by", "level")
+    assert result["accuracy[level=1]"] == 1 and result["accuracy[level=2]"] == 0  # the second row has no score
+    assert (result["accuracy_low"], result["accuracy_high"]) == accuracy.interval([1, 0])
+    with pytest.raises(SystemExit):
+        evaluate(rows, [["14"], ["1"], ["8"]], "--by", "levle")
+    assert "--by = 'levle'" in capsys.readouterr().err
 
 
 def test_evaluate_says_null_where_nothing_counts_and_writes_all_or_nothing(evaluate, monkeypatch, tmp_path):
@@ -291,6 +304,17 @@ def test_plot_overlays_runs_that_logged_different_things_and_reads_steps_cut_off
     lines = [{"step": 1, "reward": 1.0, "reward_std": 0.1, "reward_a": 0.2, "reward_b": 0.8, "eval_reward_a": 0.3}]
     plot.draw_panel(axis, {"reward": "Reward"}, {"run": lines})
     assert [text.get_text() for text in axis.get_legend().get_texts()] == ["a", "b"]  # a curve for each function
+    plot.plt.close(figure)
+    ends = [{"eval_reward": 0.5, "eval_reward_low": 0.25, "eval_reward_high": high} for high in (0.75, 1.0, None)]
+    figure, axis = plot.plt.subplots()
+    plot.draw_panel(axis, {"reward": "R"}, {"run": [{"step": i, "reward": 0.5} | each for i, each in enumerate(ends)]})
+    (band,) = axis.collections
+    assert {tuple(point) for point in band.get_paths()[0].vertices.tolist()} == {
+        (0, 0.25),
+        (0, 0.75),
+        (1, 0.25),
+        (1, 1),
+    }
     plot.plt.close(figure)
     cut = plot.read_metrics(write_run(tmp_path / "cut", tail='{"step": 12, "rew'))
     assert len(cut) == 12 and "last line is cut off" in capsys.readouterr().out

@@ -132,4 +132,4 @@ def evaluate(
         distributed.print_main(f"warning: evaluation: {missing} of {count} rewards are NaN and left out")
     means = metrics.mean_values([{"eval_reward": reward} for reward in rewards], intervals=True)
     means |= {f"eval_{name}": total / count for name, (total, count) in pairs.items() if count}
-    return means | metrics.mean_by_column(rewards, examples, cfg.eval_columns)
+    return dict(sorted(means.items())) | metrics.mean_by_column(rewards, examples, cfg.eval_columns)

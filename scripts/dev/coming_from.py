@@ -44,13 +44,13 @@ trl grpo --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name openai/g
 ```
 
 A rollout has 16 x 4 completions, which are 8 groups of 8, and one optimizer step. TRL's default
-loss is DAPO's, as here. The learning rate stays constant here, where TRL's default falls to 0.
+loss is DAPO's, as here. TRL's default learning rate falls to 0, as with linear here.
 
 ```
 python grpo/grpo.py --policy_model Qwen/Qwen2.5-0.5B-Instruct --train_data openai/gsm8k:main \\
     --eval_data openai/gsm8k:main --batch_size 8 --group_size 8 --num_minibatches 1 \\
     --max_new_tokens 256 --kl_coef 0.04 --epsilon_low 0.2 --epsilon_high 0.2 \\
-    --learning_rate 1e-6 --steps 400 --dtype bf16 --out_dir runs/gsm8k
+    --learning_rate 1e-6 --lr_schedule linear --steps 400 --dtype bf16 --out_dir runs/gsm8k
 ```
 
 The names below are those of TRL 1.9 with transformers 5, verl of January 2026, ms-swift 3.9 and

@@ -15,7 +15,7 @@ from conftest import FAMILIES, ROOT, SCRIPTS
 POSTER = ROOT / "grpo" / "poster" / "poster_grpo.py"
 COMMON = sorted((ROOT / "common").rglob("*.py"))
 # lines of the first script of an algorithm; its two variants have longer docstrings
-MOST_LINES = {"gspo": 178, "grpo": 195, "gkd": 205, "similarity_grpo": 230, "poster_grpo": 230}
+MOST_LINES = {"gspo": 180, "grpo": 195, "gkd": 205, "similarity_grpo": 230, "poster_grpo": 230}
 MOST_LINES_TOGETHER = 2250
 
 

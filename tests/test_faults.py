@@ -181,8 +181,8 @@ def test_killed_after_it_went_back_it_goes_on_with_the_new_branch(launcher, stra
     options = dict(steps=STEPS + 2, learning_rate=1e-3)
     alone = launcher.run("gspo", branch, resume=branch / "checkpoint-000002", **options).succeeded()
     with fault("SIGKILL after going back"):
-        resume = run_dir / "checkpoint-000002"
-        run = launcher.start("gspo", run_dir, rewards=[Slow(0.1)], resume=resume, **options | {"save_every": 100})
+        resume, unsaved = run_dir / "checkpoint-000002", options | {"save_every": 100, "best_by": ""}
+        run = launcher.start("gspo", run_dir, rewards=[Slow(0.1)], resume=resume, **unsaved)
         run.wait_for(lambda: run.steps[-1]["step"] >= 5 and run.steps[-1]["learning_rate"] > 2e-4)
         run.kill()
         assert run.checkpoints == ["checkpoint-000002"]

@@ -25,10 +25,12 @@ pytestmark = pytest.mark.docs
 POSTER = "grpo/poster/README.md"
 PAGES = ["README.md", "CONTRIBUTING.md", "gspo/README.md", "grpo/README.md", POSTER, "gkd/README.md", "docs/speed.md",
          "docs/gpus.md", "docs/faults.md", "docs/security.md", "docs/claims.md", "docs/prompts.md", "docs/rewards.md",
-         "docs/grader.md", "docs/models.md"]  # fmt: skip
+         "docs/grader.md", "docs/models.md", "docs/gsm8k.md", "docs/speedrun.md"]  # fmt: skip
 LAUNCH_POSTER = "bash scripts/start_poster_training_with_reward_server.sh"
 NOT_RUN = {
     "bash scripts/test.sh": "runs these tests",
+    "bash scripts/recipe_gsm8k.sh": "needs that model and GSM8K; test_recipes.py has small ones",
+    "bash scripts/speedrun.sh": "the same",
     "bash scripts/dev/soak.sh": "takes minutes; test_faults.py does the same with fewer kills",
     "python scripts/dev/fuzz.py": "needs atheris; test_fuzz_*.py do without",
     "bash scripts/dev/audit.sh": "needs the network; test_security.py looks at the pins",

@@ -1,0 +1,63 @@
+"""scripts/recipe_gsm8k.sh and scripts/speedrun.sh, for a few steps on tiny models."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+pytestmark = pytest.mark.tools
+
+
+def run(command: list[str], sums_file: Path, out: Path, **environment) -> subprocess.CompletedProcess:
+    """A script with the model and data of the tests."""
+    own = {
+        **os.environ,
+        "TRAIN": str(sums_file),
+        "TEST": str(sums_file),
+        "OUT": str(out),
+        "PYTHON": sys.executable,
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        **{name: str(x) for name, x in environment.items()},
+    }
+    return subprocess.run(["bash", *command], cwd=ROOT, env=own, capture_output=True, text=True, timeout=500)
+
+
+@pytest.fixture(scope="module")
+def ten_times(sums_file, tmp_path_factory) -> Path:
+    """Four hundred rows: a step of the recipe takes 128."""
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    path.write_text(10 * sums_file.read_text())
+    return path
+
+
+def test_the_recipe_measures_every_stage_and_goes_on_where_it_stopped(model_folders, ten_times, tmp_path):
+    sizes = dict(MODEL=model_folders["qwen2"], SFT_STEPS=2, RL_STEPS=1, GKD_STEPS=1, KEEP=2, TOKENS=4, SAMPLES=0)
+    done = run(["scripts/recipe_gsm8k.sh"], ten_times, tmp_path / "out", **sizes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split(" | ")[0] for line in (tmp_path / "out" / "greedy.md").read_text().splitlines()]
+    assert rows[2:] == ["| start", "| sft", "| gspo", "| grpo", "| student", "| gkd"]
+    assert {path.name for path in (tmp_path / "out").glob("*.png")} == {"sft.png", "reinforcement.png", "gkd.png"}
+    (tmp_path / "out" / "gkd.jsonl").unlink()
+    again = run(["scripts/recipe_gsm8k.sh"], ten_times, tmp_path / "out", **sizes)
+    assert again.returncode == 0 and "--- " not in again.stdout, again.stdout + again.stderr
+    assert (tmp_path / "out" / "gkd.jsonl").is_file()  # only that was measured again
+    assert again.stdout.count('"accuracy"') == 1
+
+
+def test_a_speedrun_prints_its_row_and_says_whether_the_target_was_reached(model_folders, ten_times, tmp_path):
+    sizes = dict(MODEL=model_folders["qwen2"], STEPS=1, RL_STEPS=1)
+    small = ["--max_new_tokens", "4", "--device", "cpu"]
+    missed = run(["scripts/speedrun.sh", "smollm2", *small], ten_times, tmp_path / "a", TARGET=1.1, **sizes)
+    assert missed.returncode == 1 and "missed 1.1" in missed.stdout, missed.stdout + missed.stderr
+    cells = next(line for line in missed.stdout.splitlines() if "| smollm2 |" in line).split(" | ")
+    assert cells[5:7] == ["64", "512"]  # demonstrations and samples
+    reached = run(["scripts/speedrun.sh", "qwen", *small], ten_times, tmp_path / "b", TARGET=0, **sizes)
+    assert reached.returncode == 0 and "reached 0" in reached.stdout, reached.stdout + reached.stderr
+    again = run(["scripts/speedrun.sh", "qwen"], ten_times, tmp_path / "b", **sizes)
+    assert again.returncode == 2 and "exists: a speedrun starts anew" in again.stderr
+    unknown = run(["scripts/speedrun.sh", "gpt"], ten_times, tmp_path / "c")
+    assert unknown.returncode == 2 and "scripts/speedrun.sh qwen" in unknown.stdout

@@ -186,7 +186,7 @@ def test_a_command_of_the_poster_page_works(command, tmp_path, environment):
     if command == LAUNCH_POSTER:
         assert "[reward] rewards (cpu): ready" in printed and "[train] policy saved in" in printed
     elif "supervised" in command:
-        assert (tmp_path / "run" / "policy" / "model.safetensors").exists()
+        assert (tmp_path / "run" / "checkpoint-000001" / "model.safetensors").exists()
     elif "tricks" in command:
         assert re.search(r"^gold +0\.99", printed, re.MULTILINE) and re.search(r"^empty +0\.000", printed, re.MULTILINE)
     elif "benchmark" in command:
@@ -238,8 +238,9 @@ def test_a_documented_command_works(command, tmp_path, environment, quickstart_r
     program, *arguments = shlex.split(command.replace("plot.png", str(tmp_path / "plot.png")))
     is_script = any(argument.startswith(("gspo/", "grpo/", "gkd/")) for argument in arguments)
     if is_script:
-        models = STUDENT if "gkd/" in command else POLICY
-        arguments += [*(SMALL + models).split(), "--out_dir", str(tmp_path / "run")]
+        models = STUDENT if "gkd/gkd" in command else POLICY
+        small = SMALL.replace("--group_size 4", "") if "gkd/sft" in command else SMALL
+        arguments += [*(small + models).split(), "--out_dir", str(tmp_path / "run")]
         if "grpo/similarity_grpo.py" in arguments:
             arguments += ["--similarity_model", "ngrams"]
     if program == "python":

@@ -19,6 +19,7 @@ from tokenizers.processors import TemplateProcessing
 from common.base import distributed
 from common.distill import offpolicy, teachers
 from common.distill.offpolicy import TeacherAnswers, draw, share
+from common.tasks import data
 from common.tasks.data import Example
 
 CPU = torch.device("cpu")
@@ -86,9 +87,10 @@ def test_answers_go_on_from_an_opened_thought_and_those_that_do_not_close_it_are
     rows = [
         replace(row, reply_start="<think>\n") for answer in ("a</think>b", "b") for row in examples(6, answer=answer)
     ]
-    offpolicy.warn_unclosed([rows[0], *examples(0)])
+    starts, answers, numbers = ([getattr(row, name) for row in rows] for name in ("reply_start", "answer", "index"))
+    data.warn_unclosed([starts[0], ""], [answers[0], "1"], [6, 0])
     assert capsys.readouterr().out == ""
-    offpolicy.warn_unclosed(rows)
+    data.warn_unclosed(starts, answers, numbers)
     assert re.search("1 rows, such as row 6, .*enable_thinking", capsys.readouterr().out)
 
 

@@ -19,7 +19,7 @@ from common.loop.scorer import check_functions, collate
 from common.loop.trainer import Counts, Stats
 from common.model import logprobs
 from common.run import checkpoint, interrupts, metrics
-from common.tasks import scoring, thinking
+from common.tasks import data, scoring
 from common.tasks.data import Example, PromptStream
 from common.tasks.scoring import Scored
 from common.training import budgets
@@ -160,7 +160,7 @@ class MixedCompletions:
             self.answers = offpolicy.TeacherAnswers(cfg.seq_kd_cache or cfg.out_dir, teacher, recipe)
         elif cfg.off_policy:
             rows = prompts.examples
-            thinking.warn_unclosed([e.reply_start for e in rows], [e.answer for e in rows], [e.index for e in rows])
+            data.warn_unclosed([e.reply_start for e in rows], [e.answer for e in rows], [e.index for e in rows])
 
     def next(self, step: int) -> tuple[list[Example], RolloutBatch]:
         """Prompts of this rank and their completions; with `overlap`, starts the next step."""

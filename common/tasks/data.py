@@ -32,6 +32,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.base import distributed
 from common.base.distributed import print_main
+from common.tasks import thinking
 from common.tasks.data_sources import read_rows
 from common.tasks.prompt_encoding import SURROGATE, encode, encode_prompts, without_nulls
 from common.tasks.scoring import ARGUMENTS, Scored
@@ -252,6 +253,24 @@ def _missing_field(row: dict, field: str, lookalikes: tuple[str, ...], where: st
     meant = names[0] if names else None
     remedy = f"rename `{meant}` to `{field}`" if meant else f"add it, or rename the column that holds it to `{field}`"
     return f"{where}: `{field}` is missing or empty; columns found: {', '.join(row) or 'none'}; {remedy}"
+
+
+def warn_unclosed(starts: Sequence[str], replies: Sequence[str], rows: Sequence[int]) -> None:
+    """Warns of replies that are learned inside of a thought, which their prompt opens and they do not close.
+
+    Args:
+        starts: thoughts that the prompts leave open, "" for none.
+        replies: text behind each prompt.
+        rows: their numbers in the data.
+    """
+    texts = [start + reply.removeprefix(start) for start, reply in zip(starts, replies, strict=True)]
+    unclosed = [i for i, text in enumerate(texts) if starts[i] and thinking.after_thought(text) is None]
+    if unclosed:
+        print_main(
+            f"warning: the prompts of {len(unclosed)} rows, such as row {rows[unclosed[0]]}, open a thought that the "
+            "answers do not close, so the model learns to answer inside of it: add thoughts to the answers, or set "
+            "chat_template_kwargs to '{\"enable_thinking\": false}' if the chat template reads that"
+        )
 
 
 def collate_columns(examples: list[Example], group_size: int) -> tuple[list[str | None], dict[str, list]]:

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.base.checks import require
 from common.base.distributed import print_main
-from common.tasks import data, thinking
+from common.tasks import data
 from common.tasks.chat_templates import Frame
 from common.tasks.data import Example
 from common.tasks.prompt_encoding import ROWS_PER_CALL, encode_prompts
@@ -106,7 +106,7 @@ def load(
     if len(kept) < len(rows):
         print_main(f"{source}: dropped {dropped}")
     texts = [reply["content"] or "" for reply in replies]
-    thinking.warn_unclosed([row.reply_start for row in single], texts, [row.index for row in single])
+    data.warn_unclosed([row.reply_start for row in single], texts, [row.index for row in single])
     return kept
 
 

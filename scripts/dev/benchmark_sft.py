@@ -41,7 +41,7 @@ def with_template(model: Path, folder: Path) -> Path:
     folder.mkdir()
     for file in model.iterdir():
         (folder / file.name).symlink_to(file)
-    tokenizer = base.make_tokenizer(base.AutoConfig.from_pretrained(model).vocab_size)
+    tokenizer = base.make_tokenizer(base.AutoConfig.from_pretrained(model, trust_remote_code=False).vocab_size)
     tokenizer.chat_template = TEMPLATE
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (folder / file).unlink()
@@ -81,7 +81,7 @@ def ours(model: Path, rows: Path, folder: Path, args: argparse.Namespace) -> dic
     metrics = folder / "run" / "metrics.jsonl"
 
     def lines() -> list[dict]:
-        found = metrics.read_text().splitlines() if metrics.is_file() else []
+        found = metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else []
         return [line for line in map(json.loads, found) if "seconds_update" in line]
 
     base.run(command, folder, lambda: len(lines()) == args.steps, args.timeout)
@@ -98,7 +98,7 @@ def peer(name: str, model: Path, rows: Path, folder: Path, args: argparse.Namesp
     log = folder / "log.txt"
 
     def result() -> dict | None:
-        found = log.read_text(errors="replace").splitlines() if log.is_file() else []
+        found = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
         marked = [line[line.index('{"stage"') :] for line in found if '{"stage"' in line]  # behind a progress bar
         return next((json.loads(line) for line in reversed(marked) if line.endswith("}")), None)
 
@@ -138,7 +138,8 @@ def main(argv: list[str] | None = None) -> None:
                 found |= {"tokens_per_second": tokens / found["step"]}
             results[name] = found
             if args.out:
-                args.out.write_text(json.dumps({"shape": args.shape, "results": results, **base.machine()}, indent=1))
+                text = json.dumps({"shape": args.shape, "results": results, **base.machine()}, indent=1)
+                args.out.write_text(text + "\n", encoding="utf-8")
     table = [["", "s per step", "conversations/s", "tokens/s", "all steps, s", "peak GiB"]]
     for name, found in results.items():
         if "error" in found:

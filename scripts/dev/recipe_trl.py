@@ -268,7 +268,7 @@ def main(argv: list[str] | None = None) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         parser.error(f"--out {out} is a file or holds some: it must be new or empty, so choose another")
     began = time.perf_counter()
-    saved_dtype = transformers.AutoConfig.from_pretrained(args.model).dtype or torch.float32
+    saved_dtype = transformers.AutoConfig.from_pretrained(args.model, trust_remote_code=False).dtype or torch.float32
     tokenizer = sources.load_tokenizer(args.model)
     examples = data.load_examples(args.train_data, tokenizer, args.max_prompt_tokens, need_answer=args.stage != "gkd",
                                   system_prompt=args.system_prompt)  # fmt: skip

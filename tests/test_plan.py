@@ -67,7 +67,7 @@ def planned(script: str, ranks: int = 1, prompt_tokens: int = 0, visual_tokens=N
 
 def names_of(models, script: str, student: str, teacher: str = "1.5b") -> dict[str, str]:
     """Options that name the models."""
-    if script.startswith("gkd"):
+    if script.startswith("gkd/gkd"):
         return dict(student_model=models[student], teacher_model=models[teacher])
     return dict(policy_model=models[student])
 

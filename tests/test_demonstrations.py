@@ -199,10 +199,10 @@ def test_calls_that_cannot_be_learned_are_refused_with_row_and_remedy(tmp_path):
     rewrites = WITH_TOOLS.replace("m.content or ''", "m.content or '' if loop.last else '.'")
     chat = [*turns("1 + 2", None, tool_calls=[CALL]), {"role": "tool", "content": "3"}]
     row = {"messages": [*chat, {"role": "assistant", "content": "3"}], "tools": [ADD]}
-    with pytest.raises(ValueError, match="row 0: .*rewrites.*set turns to 'last'"):
+    with pytest.raises(ValueError, match=r"row 0: .*rewrites.*set turns to 'last'"):
         learned(tmp_path, row, rewrites)
     assert len(learned(tmp_path, row, rewrites, last_turn_only=True)) == 1
-    with pytest.raises(ValueError, match="row 0: .*tool calls of the last turn.*or remove the row"):
+    with pytest.raises(ValueError, match=r"row 0: .*tool calls of the last turn.*or remove the row"):
         learned(tmp_path, {"messages": chat[:2], "tools": [ADD]}, rewrites)
 
 
@@ -239,7 +239,7 @@ def test_text_without_a_template_ends_with_eos(tmp_path, template, options):
 def test_a_tokenizer_without_an_end_is_refused(tmp_path):
     tokenizer = make()
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="no end token.*set eos_token"):
+    with pytest.raises(ValueError, match=r"no end token.*set eos_token"):
         load(tmp_path, [{"prompt": "1 + 2", "answer": "3"}], tokenizer)
 
 

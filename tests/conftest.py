@@ -99,8 +99,8 @@ def tiny_model(kind: str, **options) -> torch.nn.Module:
 # between those that compute.
 FIRST = [
     "test_readme", "test_resume", "test_faults", "test_poster_launcher", "test_grpo", "test_teacher_server",
-    "test_golden", "test_scripts", "test_poster_server", "test_gkd", "test_gkd_server", "test_parity", "test_engine",
-    "test_rollout", "test_benchmark", "test_images", "test_poster_grpo", "test_logprobs", "test_toy",
+    "test_golden", "test_scripts", "test_sft", "test_poster_server", "test_gkd", "test_gkd_server", "test_parity",
+    "test_engine", "test_rollout", "test_benchmark", "test_images", "test_poster_grpo", "test_logprobs", "test_toy",
     "test_reward_client", "test_poster_toys", "test_notebook", "test_copies",
 ]  # fmt: skip
 
@@ -152,6 +152,21 @@ def sums_file(tmp_path_factory) -> Path:
     """Forty rows of one-digit sums."""
     path = tmp_path_factory.mktemp("data") / "sums.jsonl"
     rows = [{"prompt": f"{a} + {b} = ?" + " ." * (a % 3), "answer": str(a + b)} for a in range(8) for b in range(5)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def chats_file(tmp_path_factory) -> Path:
+    """Thirty chats with one to three replies."""
+    rows = []
+    for i in range(30):
+        messages = []
+        for k in range(1 + i % 3):
+            messages += [{"role": "user", "content": f"{i % 7} + {k} = ?" + " ." * (i % 4)},
+                         {"role": "assistant", "content": f"{i % 7 + k}"}]  # fmt: skip
+        rows.append({"messages": messages})
+    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

@@ -24,7 +24,7 @@ from common.loop.trainer import Counts
 from common.maths import losses
 from common.model import head, logprobs, lora, models
 from common.tasks import demonstrations
-from common.tasks.data import Example, PromptStream
+from common.tasks.data import PromptStream
 
 CPU = torch.device("cpu")
 tensor_cores = test_distillation.tensor_cores  # a fixture
@@ -141,6 +141,7 @@ def test_without_gradients_the_values_are_the_same_and_none_is_made(monkeypatch)
 
 # Batches.
 
+
 def batch_of(*rows: tuple[list[int], list[int], list[int]]) -> RolloutBatch:
     """A batch of prompts, completions, and what is learned."""
     made = [
@@ -182,24 +183,10 @@ def test_a_batch_counts_what_is_learned():
 
 # Runs.
 
-@pytest.fixture(scope="module")
-def chats(tmp_path_factory) -> Path:
-    """Thirty chats with one to three replies."""
-    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
-    rows = []
-    for i in range(30):
-        messages = []
-        for k in range(1 + i % 3):
-            messages += [{"role": "user", "content": f"{i % 7} + {k} = ?" + " ." * (i % 4)},
-                         {"role": "assistant", "content": f"{i % 7 + k}"}]  # fmt: skip
-        rows.append({"messages": messages})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
 
 @pytest.fixture(scope="module")
-def turns(chats) -> dict:
-    return dict(train_data=chats, eval_data=chats, micro_batch_tokens=100)
+def turns(chats_file) -> dict:
+    return dict(train_data=chats_file, eval_data=chats_file, micro_batch_tokens=100)
 
 
 @pytest.fixture(scope="module")
@@ -273,16 +260,15 @@ def test_three_steps_and_three_are_six(launcher, tmp_path, turns):
     assert_equal_weights(run.weights(), straight.weights())
 
 
-def test_data_with_another_reply_are_not_gone_on_with_in_silence(launcher, tmp_path, turns, chats):
-    launcher.run("sft", tmp_path / "run", **turns).succeeded()
-    rows = chats.read_text().splitlines()
-    row = json.loads(rows[0])
-    row["messages"][-1]["content"] = "5"
-    (tmp_path / "other.jsonl").write_text("\n".join([json.dumps(row), *rows[1:]]))
-    other = launcher.run("sft", tmp_path / "run", **turns | dict(train_data=tmp_path / "other.jsonl", steps=4))
-    same = launcher.run("sft", tmp_path / "run", **turns | dict(steps=5))
-    assert "order of its own" in other.output or "train_data" in other.output
-    assert same.codes in ([0], [1])
+def test_replies_that_changed_since_the_checkpoint_are_said(launcher, chats_file, tmp_path, turns):
+    data = turns | dict(train_data=tmp_path / "chats.jsonl", eval_data="")
+    data["train_data"].write_text(chats_file.read_text())
+    launcher.run("sft", tmp_path / "run", **data).succeeded()
+    row, *others = chats_file.read_text().splitlines(keepends=True)
+    data["train_data"].write_text(row.replace('"0"', '"5"') + "".join(others))
+    assert data["train_data"].read_text() != chats_file.read_text()
+    other = launcher.run("sft", tmp_path / "run", **data | dict(steps=4)).succeeded()
+    assert "warning: the training data have changed since the checkpoint" in other.output
 
 
 def examples_of(path: Path, **options) -> list:
@@ -310,16 +296,16 @@ def reference_losses(folder: str, rows: list) -> tuple[float, float, float]:
     parity("sft", 1, dict(model="gpt2")),
 ], ids=str)  # fmt: skip
 def test_the_loss_is_the_mean_over_the_tokens_that_are_learned(
-    launcher, model_folders, tmp_path, turns, chats, script, ranks, options
+    launcher, model_folders, tmp_path, turns, chats_file, script, ranks, options
 ):
-    """Rows of one to three replies: ranks, rows and micro-batches have different numbers of learned tokens."""
+    """Ranks, rows and micro-batches have different numbers of learned tokens."""
     options = dict(options)
     folder = model_folders.get(kind := options.pop("model", "qwen2")) or tmp_path / kind
     if kind == "mistral":  # a window shorter than the conversations, so rows are padded
         tiny_model(kind, sliding_window=8).save_pretrained(folder)
         build_tokenizer().save_pretrained(folder)
     run = launcher.run(script, tmp_path / "run", ranks, policy_model=folder, steps=1, **turns | options).succeeded()
-    train = examples_of(chats, last_turn_only=options.get("turns") == "last")
+    train = examples_of(chats_file, last_turn_only=options.get("turns") == "last")
     batch = PromptStream(train, 4, 0).next()
     assert len({sum(row.learned) for row in batch}) > 1 or "turns" in options
     by_token, by_row, magnitude = reference_losses(folder, batch)
@@ -327,7 +313,7 @@ def test_the_loss_is_the_mean_over_the_tokens_that_are_learned(
     assert_rounded(step["nll"], by_token, TERMS, magnitude=magnitude + by_token, dtype=torch.float32)
     expected = by_row if options.get("aggregation") == "seq_mean" else by_token
     assert_rounded(step["loss"], expected, TERMS, magnitude=magnitude + by_token, dtype=torch.float32)
-    held_out = examples_of(chats, last_turn_only=True)[:8]
+    held_out = examples_of(chats_file, last_turn_only=True)[:8]
     by_token, _, magnitude = reference_losses(folder, held_out)
     assert_rounded(run.lines[0]["eval_nll"], by_token, TERMS, magnitude=magnitude + by_token, dtype=torch.float32)
 
@@ -340,7 +326,9 @@ def test_adapters_are_trained_alone_and_saved_merged_or_not(launcher, turns):
 
 
 def test_the_loss_falls_and_rl_starts_from_the_checkpoint(launcher, sums_file, tmp_path):
-    tuned = launcher.run("sft", tmp_path / "sft", steps=120, learning_rate=1e-2, batch_size=8, eval_every=40).succeeded()
+    tuned = launcher.run(
+        "sft", tmp_path / "sft", steps=120, learning_rate=1e-2, batch_size=8, eval_every=40
+    ).succeeded()
     assert tuned.steps[-1]["nll"] < tuned.steps[0]["nll"] / 4
     evaluations = [line for line in tuned.lines if "eval_nll" in line]
     assert evaluations[-1]["eval_nll"] < evaluations[0]["eval_nll"] / 4
@@ -352,7 +340,7 @@ def test_the_loss_falls_and_rl_starts_from_the_checkpoint(launcher, sums_file, t
     assert run.steps[0]["truncated"] < before.steps[0]["truncated"]  # it has learned to end
 
 
-def test_held_out_replies_need_no_answer_and_no_evaluation_none(launcher, chats, tmp_path, turns):
+def test_held_out_replies_need_no_answer_and_no_evaluation_none(launcher, tmp_path, turns):
     rows = [{"prompt": "1 + 2 = ?", "completion": str(i)} for i in range(6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     unanswered = turns | dict(eval_data=tmp_path / "rows.jsonl", steps=1)
@@ -369,9 +357,9 @@ def test_samples_of_an_evaluation_are_counted(launcher, tmp_path, turns):
     assert {"eval_pass_at_1", "eval_pass_at_2", "eval_majority_of_2", "eval_nll", "eval_reward"} <= set(run.lines[0])
 
 
-def test_what_cannot_be_learned_is_refused_before_the_first_step(launcher, chats, tmp_path, turns):
-    for options, said in ((dict(max_tokens=5), "max_tokens"), (dict(max_tokens=1), "max_tokens = 1"),
-                          (dict(batch_size=31), "30 rows"), (dict(max_prompt_tokens=3), "max_prompt_tokens")):  # fmt: skip
+def test_what_cannot_be_learned_is_refused_before_the_first_step(launcher, tmp_path, turns):
+    cases = [(dict(max_tokens=5), "max_tokens"), (dict(max_tokens=1), "max_tokens = 1"),
+             (dict(batch_size=31), "30 rows"), (dict(max_prompt_tokens=3), "max_prompt_tokens")]  # fmt: skip
+    for options, said in cases:
         run = launcher.run("sft", tmp_path / "run", **turns | options)
         assert run.codes != [0] and said in run.output and not run.lines
-    _ = Example

@@ -433,7 +433,7 @@ class Launcher:
         return path
 
     def options(self, script: Path, out_dir: Path, **options) -> list[str]:
-        family = {"gkd": "distillation", "sft": "sft"}.get(script.stem[:3], "rl")
+        family = {"gkd": "distillation", "sft": "sft", "sup": "sft"}.get(script.stem[:3], "rl")
         fixed = constants_of_config(script)
         defaults = {name: value for name, value in self.defaults.items() if name not in fixed}
         values = {**defaults, **self.models[family], **options, "out_dir": out_dir}

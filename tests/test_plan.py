@@ -270,6 +270,29 @@ def test_every_script_is_planned(models, script):
         assert run.for_capacity(1000 * GIB).fits() and not run.for_capacity(GIB).fits()
 
 
+def test_given_conversations_count_with_all_their_tokens(models):
+    usual = dict(policy_model=models["1.5b"], batch_size=4, max_prompt_tokens=512, max_new_tokens=128)
+    run = planned("gkd/sft.py", **usual, max_tokens=2048)
+    assert run.sequence == 2048 and run.completion == 2048 - 512 and "512 + 1536 tokens" in str(run)
+    assert run.minibatch == 4 * 2048  # none of them shares a prompt
+    short = planned("gkd/sft.py", **usual, max_tokens=300)
+    assert short.sequence == 512 + 128  # an evaluation may be longer than what is learned
+    # the cache holds what is sampled only
+    assert run.gpus[0].cache == short.gpus[0].cache
+    assert run.peak(0) > short.peak(0)
+
+
+def test_advice_may_shorten_conversations(models):
+    options = dict(policy_model=models["7b"], max_tokens=65536, max_prompt_tokens=65536, micro_batch_tokens=65536)
+    run = planned("gkd/sft.py", **options).for_capacity(24 * GIB)
+    advice = run.advice()
+    assert not run.fits() and advice.plan.fits() and advice.changes["max_tokens"] < 65536
+    assert "--max_tokens" in str(advice) and run.with_options(**advice.changes).fits()
+    assert (
+        "max_tokens" not in planned("gspo/gspo.py", policy_model=models["7b"]).for_capacity(16 * GIB).advice().changes
+    )
+
+
 @pytest.mark.parametrize(("script", "ranks", "model", "gib"), [
     ("gspo/gspo.py", 1, "1.5b", 40), ("gspo/gspo_ddp.py", 8, "7b", 80), ("gspo/gspo_multigpu.py", 1, "1.5b", 24),
     ("grpo/poster/poster_grpo.py", 4, "7b-vl", 48),

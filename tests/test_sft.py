@@ -325,15 +325,14 @@ def test_adapters_are_trained_alone_and_saved_merged_or_not(launcher, turns):
     assert (folder / "adapter_model.safetensors").exists()
 
 
-def test_the_loss_falls_and_rl_starts_from_the_checkpoint(launcher, sums_file, tmp_path):
-    tuned = launcher.run(
-        "sft", tmp_path / "sft", steps=120, learning_rate=1e-2, batch_size=8, eval_every=40
-    ).succeeded()
+def test_the_loss_falls_and_rl_starts_from_the_best_checkpoint(launcher, tmp_path):
+    options = dict(steps=120, learning_rate=1e-2, batch_size=8, eval_every=40, best_by="eval_token_accuracy")
+    tuned = launcher.run("sft", tmp_path / "sft", **options).succeeded()
     assert tuned.steps[-1]["nll"] < tuned.steps[0]["nll"] / 4
     evaluations = [line for line in tuned.lines if "eval_nll" in line]
     assert evaluations[-1]["eval_nll"] < evaluations[0]["eval_nll"] / 4
     assert evaluations[-1]["eval_token_accuracy"] > evaluations[0]["eval_token_accuracy"]
-    folder = tuned.out_dir / tuned.checkpoints[-1]
+    folder = tuned.out_dir / "best"
     run = launcher.run("gspo", tmp_path / "gspo", policy_model=folder, steps=1, kl_coef=0.0).succeeded()
     before = launcher.trained("gspo", steps=1, kl_coef=0.0)
     assert run.steps[0]["entropy"] < before.steps[0]["entropy"]

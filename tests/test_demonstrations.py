@@ -25,6 +25,7 @@ OTHER_END = TEMPLATE.replace("<im_end>", "<turn_end>")
 NO_END = TEMPLATE.replace(" <im_end>", "")
 OPENS = TEMPLATE.replace("assistant {% endif", "assistant <think> {% endif")  # a thought, in the prompt
 OPENS_AND_DROPS = DROPS.replace("assistant {% endif", "assistant <think> {% endif")
+COUNTS = "{{ messages | length }} " + TEMPLATE  # the beginning tells what follows
 WITH_TOOLS = (
     "{% for t in tools or [] %}tools {{ t.function.name }} {% endfor %}{% for m in messages %}<im_start> {{ m.role }} "
     "{{ m.content or '' }}{% for c in m.tool_calls or [] %} call {{ c.function.name }}"
@@ -149,6 +150,12 @@ def test_where_a_template_rewrites_earlier_turns_each_reply_stands_behind_its_ow
     tokenizer = make(DROPS)
     rows = load(tmp_path, [{"messages": chat} for chat in (TWO, thought, TWO)], tokenizer)
     assert [row.index for row in rows] == [0, 1, 1, 2]
+
+
+def test_where_a_template_rewrites_what_stands_before_a_turn_each_reply_has_a_row(tmp_path):
+    assert learned(tmp_path, {"messages": TWO}, COUNTS) == [
+        (f"1 {FIRST}", "[3 <im_end>]"), (f"3 {FIRST} 3 <im_end> {AGAIN}", "[9 <im_end>]"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("template", "rows"), [(OPENS, 1), (OPENS_AND_DROPS, 2)])
@@ -283,7 +290,7 @@ EXCHANGES = st.tuples(st.sampled_from(["1", "2 + 2", "."]), REPLIES.map(" ".join
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     chats=st.lists(st.lists(EXCHANGES, min_size=1, max_size=3), min_size=1, max_size=4),
-    template=st.sampled_from([TEMPLATE, DROPS, STRIPS, NO_END, OPENS, OPENS_AND_DROPS]),
+    template=st.sampled_from([TEMPLATE, DROPS, STRIPS, NO_END, OPENS, OPENS_AND_DROPS, COUNTS]),
 )
 def test_what_stands_before_a_reply_is_what_the_policy_would_see_there(tmp_path, chats, template):
     chats = [list(itertools.chain(*chat)) for chat in chats]

@@ -67,7 +67,7 @@ def planned(script: str, ranks: int = 1, prompt_tokens: int = 0, visual_tokens=N
 
 def names_of(models, script: str, student: str, teacher: str = "1.5b") -> dict[str, str]:
     """Options that name the models."""
-    if script.startswith("gkd/gkd"):
+    if script.rpartition("/")[2].startswith("gkd"):
         return dict(student_model=models[student], teacher_model=models[teacher])
     return dict(policy_model=models[student])
 
@@ -548,6 +548,8 @@ def test_one_command_tells_whether_a_model_fits_the_cards_and_the_machine(models
     assert ", 8192 in a micro-batch" in command(0, *small[:-1], "24")
     assert "which does not fit" in command(1, *better, "--cpu-gib", "2")  # weights that adapters are merged into
     command(1, *better, "--memory_limit", "12")  # a limit is a smaller card
+    given = [str(ROOT / "gkd/sft.py"), "--policy_model", models["0.5b"], "--max_tokens", "2048", "--gpu-gib", "80"]
+    assert "sequences of up to 512 + 1536 tokens" in command(0, *given)
     # cards are those of the layout, and CPU memory is that of this machine
     script = [str(ROOT / "gspo/gspo_multigpu.py"), "--policy_model", models["0.5b"]]
     out = command(1, "--gpu-gib", "24", *script, "--gpu-gib=24", "--gpu_gib", "1")

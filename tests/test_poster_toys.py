@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from bounds import assert_rounded
-from comparing import assert_close, comparable
+from comparing import assert_close, comparable, share
 from conftest import ROOT, assert_equal_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -183,7 +183,7 @@ def test_two_ranks_train_as_one_process(launcher, posters, tmp_path, options):
     two = launcher.run(SUPERVISED, tmp_path / "two", 2, **usual | options).succeeded()
     if "lora_rank" in options:
         for line, other in zip(two.steps, one.steps, strict=True):
-            assert line["nll"] == pytest.approx(other["nll"], rel=1e-4)
+            assert line["nll"] == pytest.approx(other["nll"], rel=4 * share())
     else:
         assert_close(two, one)
 

@@ -66,7 +66,7 @@ def config_of(run: Run) -> dict:
 
 def updates(config: Mapping) -> int:
     """Optimizer steps of a whole run."""
-    return config["steps"] * config["num_minibatches"] * config.get("epochs", 1)
+    return config["steps"] * config.get("num_minibatches", 1) * config.get("epochs", 1)
 
 
 def metric_differences(lines: list[dict], expected: list[dict], config: Mapping) -> tuple[list[str], bool]:
@@ -74,7 +74,7 @@ def metric_differences(lines: list[dict], expected: list[dict], config: Mapping)
     if [(line["step"], *sorted(line)) for line in lines] != [(line["step"], *sorted(line)) for line in expected]:
         names = {name for line in lines for name in line} ^ {name for line in expected for name in line}
         return [f"{len(lines)} lines and {len(expected)}, or other metrics in them: {sorted(names)}"], False
-    rows = config["batch_size"] * config["group_size"]
+    rows = config["batch_size"] * config.get("group_size", 1)
     for line, other in zip(lines, expected, strict=True):
         differ = {name for name in line if not _close(name, line[name], other[name])}
         discrete = {name for name in differ if name.startswith((*DRAWN, "eval_reward", *CLIPPED))}
@@ -105,7 +105,7 @@ def _close(name: str, value, expected) -> bool:
 
 def _one_row(name: str, value: float, expected: float, rows: int, config: Mapping) -> bool:
     """Whether one row of the step, gone another way, can explain the difference."""
-    most = {"completion_length": config["max_new_tokens"], "zero_std": config["group_size"], "resampled": rows}
+    most = {"completion_length": config["max_new_tokens"], "zero_std": config.get("group_size", 1), "resampled": rows}
     size = 4.0 if "reward" in name else most.get(name, 1.0)  # rewards of the tests lie within 4 of one another
     count = config["eval_examples"] if name.startswith("eval") else rows
     return abs(value - expected) <= 1.01 * size / count

@@ -99,8 +99,8 @@ def tiny_model(kind: str, **options) -> torch.nn.Module:
 # between those that compute.
 FIRST = [
     "test_readme", "test_resume", "test_faults", "test_poster_launcher", "test_grpo", "test_teacher_server",
-    "test_golden", "test_scripts", "test_poster_server", "test_gkd", "test_gkd_server", "test_parity", "test_engine",
-    "test_rollout", "test_benchmark", "test_images", "test_poster_grpo", "test_logprobs", "test_toy",
+    "test_golden", "test_scripts", "test_sft", "test_poster_server", "test_gkd", "test_gkd_server", "test_parity",
+    "test_engine", "test_rollout", "test_benchmark", "test_images", "test_poster_grpo", "test_logprobs", "test_toy",
     "test_reward_client", "test_poster_toys", "test_notebook", "test_copies",
 ]  # fmt: skip
 
@@ -156,13 +156,31 @@ def sums_file(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def chats_file(tmp_path_factory) -> Path:
+    """Thirty chats with one to three replies."""
+    rows = []
+    for i in range(30):
+        messages = []
+        for k in range(1 + i % 3):
+            messages += [{"role": "user", "content": f"{i % 7} + {k} = ?" + " ." * (i % 4)},
+                         {"role": "assistant", "content": f"{i % 7 + k}"}]  # fmt: skip
+        rows.append({"messages": messages})
+    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 ROOT = Path(__file__).resolve().parents[1]
 FAMILIES = {  # the first script of each is the one the others are compared with
     "gspo": ("gspo", "gspo_multigpu", "gspo_ddp"),
     "grpo": ("grpo", "grpo_multigpu", "grpo_ddp", "similarity_grpo"),
     "gkd": ("gkd", "gkd_multigpu", "gkd_ddp"),
+    "sft": ("sft", "sft_ddp"),
 }
-SCRIPTS = {name: ROOT / family / f"{name}.py" for family, names in FAMILIES.items() for name in names}
+FOLDERS = {"sft": "gkd"}  # of families that stand in the folder of another
+SCRIPTS = {name: ROOT / FOLDERS.get(family, family) / f"{name}.py"
+           for family, names in FAMILIES.items() for name in names}  # fmt: skip
 # Importing torch and transformers takes longer than a small run: a server does it once, and each run is a fork of it.
 # The last that it imports is preload.py, which does what else every run would do anew.
 PRELOAD = [
@@ -371,6 +389,13 @@ def load_script(path: str | Path) -> ModuleType:
     return module
 
 
+def constants_of_config(script: str | Path) -> set[str]:
+    """What is an option of other scripts and a constant of this one's Config."""
+    classes = [node for node in ast.parse(Path(script).read_text()).body if getattr(node, "name", "") == "Config"]
+    assigned = [node for each in classes for node in each.body if isinstance(node, ast.Assign)]
+    return {target.id for node in assigned for target in node.targets}
+
+
 def _run_function(function: Callable, arguments: tuple, output: str) -> None:
     _redirect(output)
     set_rounding()
@@ -408,8 +433,10 @@ class Launcher:
         return path
 
     def options(self, script: Path, out_dir: Path, **options) -> list[str]:
-        family = "distillation" if script.stem.startswith("gkd") else "rl"
-        values = {**self.defaults, **self.models[family], **options, "out_dir": out_dir}
+        family = {"gkd": "distillation", "sft": "sft", "sup": "sft"}.get(script.stem[:3], "rl")
+        fixed = constants_of_config(script)
+        defaults = {name: value for name, value in self.defaults.items() if name not in fixed}
+        values = {**defaults, **self.models[family], **options, "out_dir": out_dir}
         return [text for name, value in values.items() for text in (f"--{name}", str(value))]
 
     def start(
@@ -490,5 +517,6 @@ def launcher(model_folders, sums_file, tmp_path_factory) -> Iterator[Launcher]:
     data = dict(train_data=sums_file, eval_data=sums_file)
     students = dict(student_model=model_folders["qwen2"], teacher_model=model_folders["teacher"])
     models = {"rl": dict(policy_model=model_folders["qwen2"], kl_coef=0.1), "distillation": students}
+    models["sft"] = dict(policy_model=model_folders["qwen2"])
     yield Launcher({**SMALL, **data}, models, copies, tmp_path_factory.mktemp("outputs"))
     shutil.rmtree(copies)

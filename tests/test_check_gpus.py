@@ -175,7 +175,8 @@ def test_gpus_that_are_hidden_absent_or_do_not_start_are_said(machine, monkeypat
     # a machine without GPUs is fine until a script wants one
     machine([], said=NONE)
     assert "no GPU: training scripts run on the CPU" in said(code=0)
-    assert ["0", "policy", "cpu"] in rows(said("gspo/gspo.py", code=0), "rank  role ")
+    for script in ("gspo/gspo.py", "gkd/sft.py"):
+        assert ["0", "policy", "cpu"] in rows(said(script, code=0), "rank  role ")
     assert "needs 1 GPUs (ids [0]), 0 visible" in said("gspo/gspo.py", "--device", "cuda", code=1)
     machine(ALL_SEEN)
     # a script for torchrun that is started alone says how to ask for more

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from conftest import FAMILIES, ROOT, SCRIPTS
 
-POSTER = ROOT / "grpo" / "poster" / "poster_grpo.py"
+POSTER, SUPERVISED = (ROOT / "grpo" / "poster" / f"{name}.py" for name in ("poster_grpo", "supervised"))
 COMMON = sorted((ROOT / "common").rglob("*.py"))
 # lines of the first script of an algorithm; its two variants have longer docstrings
-MOST_LINES = {"gspo": 180, "grpo": 195, "gkd": 205, "similarity_grpo": 230, "poster_grpo": 230}
-MOST_LINES_TOGETHER = 2250
+MOST_LINES = {"gspo": 180, "grpo": 195, "gkd": 205, "sft": 139, "similarity_grpo": 230, "poster_grpo": 230,
+              "supervised": 159}  # fmt: skip
+MOST_LINES_TOGETHER = 2690
 
 
 def below_constants(path: Path) -> str:
@@ -63,7 +64,7 @@ def test_grpo_is_gspo_with_another_loss():
 
 
 def test_scripts_stay_short():
-    lines = {path.stem: len(path.read_text().splitlines()) for path in [*SCRIPTS.values(), POSTER]}
+    lines = {path.stem: len(path.read_text().splitlines()) for path in [*SCRIPTS.values(), POSTER, SUPERVISED]}
     for first, most in MOST_LINES.items():
         assert lines[first] <= most
     for family in FAMILIES.values():
@@ -112,7 +113,7 @@ def run_copy(path: Path, *argv: str, **environment: str) -> subprocess.Completed
     return subprocess.run(command, cwd=path.parent, env=own, capture_output=True, text=True, timeout=100)
 
 
-@pytest.mark.parametrize("path", [*SCRIPTS.values(), POSTER], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*SCRIPTS.values(), POSTER, SUPERVISED], ids=lambda path: path.stem)
 def test_a_copy_outside_the_clone_finds_it_and_answers_options_before_torch_is_imported(path, tmp_path):
     copy = tmp_path / "my_task.py"
     shutil.copy(path, copy)
@@ -128,8 +129,16 @@ def test_a_copy_outside_the_clone_finds_it_and_answers_options_before_torch_is_i
         assert refused.returncode == 2 and option in refused.stderr and refused.stderr.count("\n") == 1
 
 
+def test_fine_tuning_on_posters_is_fine_tuning_with_images():
+    one, other = function(SCRIPTS["sft"], "main"), function(SUPERVISED, "main")
+    loop = next(i for i, line in enumerate(one) if "run.interruptible()" in line)
+    other_loop = next(i for i, line in enumerate(other) if "run.interruptible()" in line)
+    assert 0 < differing(one[loop:], other[other_loop:]) <= 20
+    assert differing(function(SCRIPTS["sft"], "sft_loss"), function(SUPERVISED, "sft_loss")) <= 2
+
+
 @pytest.mark.tools
-@pytest.mark.parametrize("path", [SCRIPTS["gspo"], SCRIPTS["gkd"], POSTER], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [SCRIPTS["gspo"], SCRIPTS["gkd"], SCRIPTS["sft"], POSTER], ids=lambda path: path.stem)
 def test_a_copy_outside_the_clone_imports_all_that_it_needs(path, tmp_path):
     copy = tmp_path / "my_task.py"
     shutil.copy(path, copy)

@@ -77,6 +77,11 @@ CASES = {
     "gkd_ddp mixed": (2, MIXED, {}),
     "gkd_ddp opd": (2, dict(loss="opd", num_minibatches=2), {}),
     "gkd_ddp fsdp": (2, dict(fsdp=True, micro_batch_tokens=60), {}),
+    "sft plain": (1, {}, {}),
+    "sft turns": (1, dict(rows="chats", aggregation="seq_mean", micro_batch_tokens=60), {}),
+    "sft lora": (1, dict(rows="chats", lora_rank=2), {}),
+    "sft_ddp two": (2, dict(rows="chats", micro_batch_tokens=60), {}),
+    "sft_ddp fsdp": (2, dict(rows="chats", fsdp=True, micro_batch_tokens=60), {}),
     "similarity_grpo discount": (1, SIMILAR | dict(similarity_method="discount"), {}),
     "similarity_grpo advantage": (1, SIMILAR | dict(similarity_method="advantage", similarity_threshold=0.5), {}),
     "similarity_grpo dra": (1, SIMILAR | dict(similarity_method="dra", loss="dr_grpo"), {}),
@@ -89,7 +94,7 @@ CASES = {
 # one of each kind; the others are variants
 FAST = {"gspo masked", "gspo clipped", "gspo resumed", "gspo_multigpu refresh", "grpo grpo", "grpo dr_grpo",
         "grpo cispo",
-        "grpo dual", "grpo_ddp two", "gkd reverse", "gkd opd", "gkd mixed jsd", "similarity_grpo discount",
+        "grpo dual", "grpo_ddp two", "gkd reverse", "gkd opd", "gkd mixed jsd", "sft turns", "similarity_grpo discount",
         "poster_grpo text"}  # fmt: skip
 
 
@@ -106,14 +111,14 @@ def family() -> str:
 
 
 @pytest.fixture(scope="module")
-def poster_options(tmp_path_factory) -> dict[str, dict]:
-    """Untrained policies, text and vision-language, and eight posters to write."""
+def files(tmp_path_factory, chats_file) -> dict[str, dict]:
+    """Options: untrained policies, text and vision-language, with eight posters to write; chats to learn."""
     from grpo.poster import synthetic, toys
 
     tokenizer, folder = toys.build_tokenizer(), tmp_path_factory.mktemp("posters")
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps(synthetic.record(seed, 0)) + "\n" for seed in range(8)))
-    options = {}
+    options = {"chats": dict(train_data=chats_file, eval_data=chats_file)}
     for kind, build, saved in (
         ("text", toys.build_llama, tokenizer), ("vlm", toys.build_qwen_vl, toys.build_processor(tokenizer)),
     ):  # fmt: skip
@@ -124,12 +129,14 @@ def poster_options(tmp_path_factory) -> dict[str, dict]:
     return options
 
 
-def run_case(launcher, poster_options, name: str, out_dir: Path, **changes) -> Run:
+def run_case(launcher, files, name: str, out_dir: Path, **changes) -> Run:
     ranks, options, given = CASES[name]
     script, options, given = name.split()[0], options | changes, dict(given)
     if "policy" in options:
         script, given["rewards"] = POSTER, [reward]
-        options = poster_options[options.pop("policy")] | {"kl_coef": 0.0} | options
+        options = files[options.pop("policy")] | {"kl_coef": 0.0} | options
+    if "rows" in options:
+        options = files[options.pop("rows")] | options
     if name.endswith("resumed"):
         launcher.run(script, out_dir, ranks, **{**given, **options, "steps": 3}).succeeded()
     given["prepare"] = changes.pop("prepare", given.get("prepare"))
@@ -219,8 +226,8 @@ def store(name: str, entry: dict) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.parity, id=n.replace(" ", "-")) for n in CASES]
 )
-def test_a_run_is_the_recorded_one(launcher, poster_options, tmp_path, pytestconfig, name):
-    run = run_case(launcher, poster_options, name, tmp_path / "run")
+def test_a_run_is_the_recorded_one(launcher, files, tmp_path, pytestconfig, name):
+    run = run_case(launcher, files, name, tmp_path / "run")
     found, elements = record(run), {key: weight.numel() for key, weight in weights_of(run).items()}
     if pytestconfig.getoption("--record"):
         old = load(name) if path_of(name).exists() and name in json.loads(path_of(name).read_text()) else None
@@ -253,8 +260,8 @@ def other_index(module) -> None:
 
 @pytest.mark.parametrize("change", [dict(prepare=other_sign), dict(prepare=other_index), dict(seed=1)],
                          ids=["sign of the loss", "index in a minibatch", "seed"])  # fmt: skip
-def test_a_golden_run_fails_when_one_thing_is_wrong(launcher, poster_options, tmp_path, change):
-    run = run_case(launcher, poster_options, "gspo clipped", tmp_path / "run", **change)
+def test_a_golden_run_fails_when_one_thing_is_wrong(launcher, files, tmp_path, change):
+    run = run_case(launcher, files, "gspo clipped", tmp_path / "run", **change)
     found, elements = record(run), {key: weight.numel() for key, weight in weights_of(run).items()}
     expected = load("gspo clipped")
     assert differences(found, expected, config_of(run), elements)

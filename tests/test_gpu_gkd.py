@@ -1,13 +1,14 @@
 """What distillation does on GPUs; every test is skipped where there are fewer than it needs."""
 
 import gc
+import json
 import sys
 
 import pytest
 import torch
 from bounds import assert_rounded, rounding
 from comparing import TERMS, share
-from conftest import assert_equal_weights, build_model, tiny_model
+from conftest import assert_equal_weights, build_model, build_tokenizer, tiny_model
 from test_gpu import TORCHRUN, needs, run_script
 
 from common.base.devices import GIB
@@ -15,6 +16,7 @@ from common.distill import distillation
 from common.distill.teachers import LocalTeacher
 from common.maths import divergences
 from common.model import head, logprobs, models
+from common.planning import layouts, plan
 from common.training import optim
 from common.training.offload import Offloader
 
@@ -69,6 +71,31 @@ def test_chunks_have_the_gradients_of_the_dense_form(cuda, monkeypatch, dtype, b
         for own, true in zip(found, truth, strict=True):
             error = (own.double() - true).norm() / true.norm()
             assert own.dtype == dtype and error < bound, error
+
+
+@needs(1)
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_cross_entropy_in_chunks_is_that_of_whole_logits(cuda, monkeypatch, dtype, compile):
+    torch.set_float32_matmul_precision("highest")
+    monkeypatch.setattr(head, "CHUNK_TOKENS", 256)
+    hidden, weight, _, _, ids, weights = problem(cuda, dtype)
+    weights[100:300] = 0  # not learned
+    dense = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    target = distillation.Tokens(compile)
+    loss, values = distillation._TokenLoss.apply(hidden, weight, None, weights, None, len(weight), target, ids)
+    nll = torch.nn.functional.cross_entropy(dense[0] @ dense[1].t(), ids, reduction="none")
+    expected = (nll * weights).sum()
+    # as above; the loss itself is computed in fp32 from rounded factors
+    sums = rounding(2 * len(weight) + hidden.shape[1] + len(hidden))
+    bound = sums if dtype == torch.float32 else rounding(2, dtype=torch.bfloat16)
+    assert loss.item() == pytest.approx(expected.item(), rel=sums)
+    assert_rounded(values[0], nll, 2 * len(weight) + hidden.shape[1], magnitude=nll.max().item(), dtype=torch.float32)
+    found = torch.autograd.grad(loss.sum() * 3, (hidden, weight))
+    truth = torch.autograd.grad(expected * 3, dense)
+    for own, true in zip(found, truth, strict=True):
+        error = (own.double() - true).norm() / true.norm()
+        assert own.dtype == dtype and error < bound, error
 
 
 @needs(1)
@@ -159,6 +186,29 @@ def test_bf16_and_compiled_by_default(launcher, tmp_path, loss):
         run = run_script(launcher, [sys.executable], launcher.copy("gkd"), tmp_path / "run", steps=steps, **options)
     assert [line["step"] for line in run.steps] == [1, 2, 3, 4]
     assert {weight.dtype for weight in run.weights().values()} == {torch.bfloat16}
+
+
+@needs(1)
+def test_fine_tuning_on_a_gpu_is_that_on_the_cpu_and_fits_its_plan(launcher, tmp_path, chats_file):
+    data = dict(train_data=chats_file, eval_data=chats_file, micro_batch_tokens=100)
+    run = run_script(launcher, [sys.executable], launcher.copy("sft"), tmp_path / "fp32", **FP32, **data)
+    for own, other in zip(run.steps, launcher.trained("sft", steps=4, **data).steps, strict=True):
+        for name in ("nll", "entropy", "grad_norm"):
+            assert own[name] == pytest.approx(other[name], rel=4 * share()), name
+    tiny_model("qwen2", vocab_size=20_000, hidden_size=512, intermediate_size=2048, num_hidden_layers=4,
+               num_attention_heads=8, initializer_range=0.02).save_pretrained(tmp_path / "model")  # fmt: skip
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    rows = [{"messages": [{"role": role, "content": " ".join([str(i)] * 100)} for role in ("user", "assistant") * 3]}
+            for i in range(32)]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = dict(policy_model=tmp_path / "model", train_data=tmp_path / "rows.jsonl", batch_size=32, eval_data="",
+                   max_tokens=640, max_prompt_tokens=320, micro_batch_tokens=32 * 640, compile=True)  # fmt: skip
+    script = launcher.copy("sft")
+    run = run_script(launcher, [sys.executable], script, tmp_path / "run", dtype="auto", steps=3, **options)
+    argv = launcher.options(script, tmp_path / "run", device="cuda", dtype="auto", **options)
+    module, cfg = layouts.load(script, argv)
+    planned = plan.of(cfg, layouts.all_ranks(module, cfg, 1)).peak(0) / GIB
+    assert all(0 < line["memory_gib"][0] < planned for line in run.steps), (planned, run.steps)
 
 
 @needs(2)

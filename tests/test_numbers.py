@@ -284,7 +284,7 @@ FLOATS = {"learning_rate", "weight_decay", "temperature", "top_p", "min_p", "mem
 POSTER = ROOT / "grpo" / "poster"
 
 
-@pytest.mark.parametrize("script", ["gspo", "grpo", "similarity_grpo", "gkd", "gkd_multigpu",
+@pytest.mark.parametrize("script", ["gspo", "grpo", "similarity_grpo", "gkd", "gkd_multigpu", "sft",
                                     pytest.param("poster_grpo", marks=pytest.mark.poster)])  # fmt: skip
 def test_every_option_that_is_a_number_is_checked(script):
     settings = runpy.run_path(str(SCRIPTS.get(script, POSTER / f"{script}.py")))["Config"]

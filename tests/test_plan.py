@@ -67,7 +67,7 @@ def planned(script: str, ranks: int = 1, prompt_tokens: int = 0, visual_tokens=N
 
 def names_of(models, script: str, student: str, teacher: str = "1.5b") -> dict[str, str]:
     """Options that name the models."""
-    if script.startswith("gkd"):
+    if script.rpartition("/")[2].startswith("gkd"):
         return dict(student_model=models[student], teacher_model=models[teacher])
     return dict(policy_model=models[student])
 
@@ -268,6 +268,29 @@ def test_every_script_is_planned(models, script):
         run = planned(script, **names_of(models, script, "0.5b"), **options)
         assert str(run).count("\nGPU ") >= len(run.gpus)
         assert run.for_capacity(1000 * GIB).fits() and not run.for_capacity(GIB).fits()
+
+
+def test_given_conversations_count_with_all_their_tokens(models):
+    usual = dict(policy_model=models["1.5b"], batch_size=4, max_prompt_tokens=512, max_new_tokens=128)
+    run = planned("gkd/sft.py", **usual, max_tokens=2048)
+    assert run.sequence == 2048 and run.completion == 2048 - 512 and "512 + 1536 tokens" in str(run)
+    assert run.minibatch == 4 * 2048  # none of them shares a prompt
+    short = planned("gkd/sft.py", **usual, max_tokens=300)
+    assert short.sequence == 512 + 128  # an evaluation may be longer than what is learned
+    # the cache holds what is sampled only
+    assert run.gpus[0].cache == short.gpus[0].cache
+    assert run.peak(0) > short.peak(0)
+
+
+def test_advice_may_shorten_conversations(models):
+    options = dict(policy_model=models["7b"], max_tokens=65536, max_prompt_tokens=65536, micro_batch_tokens=65536)
+    run = planned("gkd/sft.py", **options).for_capacity(24 * GIB)
+    advice = run.advice()
+    assert not run.fits() and advice.plan.fits() and advice.changes["max_tokens"] < 65536
+    assert "--max_tokens" in str(advice) and run.with_options(**advice.changes).fits()
+    assert (
+        "max_tokens" not in planned("gspo/gspo.py", policy_model=models["7b"]).for_capacity(16 * GIB).advice().changes
+    )
 
 
 @pytest.mark.parametrize(("script", "ranks", "model", "gib"), [
@@ -525,6 +548,8 @@ def test_one_command_tells_whether_a_model_fits_the_cards_and_the_machine(models
     assert ", 8192 in a micro-batch" in command(0, *small[:-1], "24")
     assert "which does not fit" in command(1, *better, "--cpu-gib", "2")  # weights that adapters are merged into
     command(1, *better, "--memory_limit", "12")  # a limit is a smaller card
+    given = [str(ROOT / "gkd/sft.py"), "--policy_model", models["0.5b"], "--max_tokens", "2048", "--gpu-gib", "80"]
+    assert "sequences of up to 512 + 1536 tokens" in command(0, *given)
     # cards are those of the layout, and CPU memory is that of this machine
     script = [str(ROOT / "gspo/gspo_multigpu.py"), "--policy_model", models["0.5b"]]
     out = command(1, "--gpu-gib", "24", *script, "--gpu-gib=24", "--gpu_gib", "1")

@@ -7,12 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from bounds import assert_rounded
-from conftest import read_lines
+from comparing import assert_close, comparable, share
+from conftest import ROOT, assert_equal_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.model import images, models, sources
+from common.tasks.data import PromptStream
 from grpo.poster import records, supervised, synthetic, toys
+from grpo.poster.examples import load_demonstrations
 
+SUPERVISED = ROOT / "grpo" / "poster" / "supervised.py"
 NAMES = ("toy-poster", "toy-poster-vlm")
 
 
@@ -63,15 +67,19 @@ def test_the_tokenizer_gives_texts_back_and_is_short(folders):
     assert pieces[-2:] == ["#3D0C45", '"'] and [p for p in pieces if p.isdigit()] == ["1", "2", "8"]
 
 
-def test_the_chat_template_has_places_for_images(folders):
+def test_the_chat_template_has_places_for_images(folders, tmp_path):
     processor, row = images.load_processor(folders["toy-poster-vlm"]), synthetic.record(0, 0)
     for with_images, before in ((True, "<|vision_start|><|image_pad|><|vision_end|>"), (False, "")):
         chat = records.messages(row, with_images)
         expected = f"<|im_start|>user\n{before}{row['prompt']}<|im_end|>\n<|im_start|>assistant\n"
         for reader in (processor, processor.tokenizer):
             assert reader.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == expected
-    ((prompt, _),) = supervised.encode([row], processor, Path())
-    assert prompt.count(processor.image_token_id) == 4  # 56 x 56 pixels
+    (tmp_path / "row.jsonl").write_text(json.dumps(row))
+    cfg = supervised.Config(train_data=str(tmp_path / "row.jsonl"), batch_size=1)
+    (example,) = load_demonstrations(cfg, processor.tokenizer, processor)
+    assert example.prompt_ids.count(processor.image_token_id) == 4  # 56 x 56 pixels
+    assert processor.tokenizer.decode(list(example.completion_ids)) == synthetic.gold(row) + "<|im_end|>"
+    assert all(example.learned)
 
 
 @pytest.mark.poster
@@ -132,36 +140,66 @@ def test_of_an_interrupted_build_and_of_the_slower_of_two_builders_nothing_is_le
     assert (folder / "first").exists() and list(quick.iterdir()) == [folder]
 
 
+@pytest.fixture
+def posters(folders, few):
+    """Options of a short run on a few records."""
+    usual = dict(train_data=few, eval_data=few, micro_batch_tokens=400, eval_examples=4, max_new_tokens=100,
+                 batch_size=4, warmup_steps=0, learning_rate=3e-3)  # fmt: skip
+    return {name: dict(policy_model=folders[name], **usual) for name in NAMES}
+
+
 @pytest.mark.parametrize("name", ["toy-poster", pytest.param("toy-poster-vlm", marks=pytest.mark.poster)])
-def test_supervised_training_lowers_the_loss_and_saves_a_folder(folders, few, tmp_path, name):
-    cfg = supervised.Config(policy_model=str(folders[name]), train_data=few, steps=8, batch_size=4, warmup_steps=0,
-                            learning_rate=3e-3, device="cpu", out_dir=str(tmp_path / "run"))  # fmt: skip
-    supervised.main(cfg)
-    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(1, 9)) and lines[-1]["loss"] < lines[0]["loss"] - 0.5
-    assert lines[0]["learning_rate"] == 3e-3 and lines[-1]["learning_rate"] == pytest.approx(3e-3 / 4)
+def test_supervised_training_lowers_the_loss_is_judged_and_goes_on(launcher, folders, posters, tmp_path, name):
+    options = posters[name] | dict(eval_every=4, save_every=4, lr_schedule="constant")
+    run = launcher.run(SUPERVISED, tmp_path / "run", **options, steps=8).succeeded()
+    assert [line["step"] for line in run.steps] == list(range(1, 9))
+    assert run.steps[-1]["loss"] < run.steps[0]["loss"] - 0.5 and run.steps[-1]["nll"] < run.steps[0]["nll"] - 0.5
+    judged = [line for line in run.lines if "eval_reward" in line]
+    assert [line["step"] for line in judged] == [0, 4, 8] and all(0 <= line["eval_reward"] <= 1 for line in judged)
+    assert run.checkpoints == ["checkpoint-000004", "checkpoint-000008"]
+    folder = tmp_path / "run" / run.checkpoints[-1]
     before, after = (models.load_policy(str(place), torch.device("cpu"), "fp32")[1].state_dict()
-                     for place in (folders[name], tmp_path / "run" / "policy"))  # fmt: skip
-    changed = {key for key, value in before.items() if not torch.equal(value, after[key])}
-    assert changed == {key for key in before if "visual" not in key}  # the vision tower stays
+                     for place in (folders[name], folder))  # fmt: skip
+    frozen = {key for key in before if "visual" in key}
+    assert all(torch.equal(before[key], after[key]) for key in frozen)  # the vision tower stays
     if name == "toy-poster-vlm":
-        assert images.load_processor(tmp_path / "run" / "policy").image_token_id is not None
-    with pytest.raises(ValueError, match="holds a policy already"):
-        supervised.Config(out_dir=cfg.out_dir)
+        assert frozen and images.load_processor(folder).image_token_id is not None
+    for steps in (4, 8):
+        parts = launcher.run(SUPERVISED, tmp_path / "parts", **options, steps=steps).succeeded()
+    later, expected = ([line for line in comparable(one.lines) if line["step"] > 4] for one in (parts, run))
+    assert later == expected
+    last = [models.load_policy(str(one.out_dir / "checkpoint-000008"), torch.device("cpu"), "fp32")[1].state_dict()
+            for one in (parts, run)]  # fmt: skip
+    assert_equal_weights(*last)
+    changed = {key for key in before if not torch.equal(before[key], last[0][key])}
+    assert changed == before.keys() - frozen
 
 
-def test_the_loss_is_the_mean_over_the_tokens_of_the_posters(folders, few, tmp_path):
-    """Against transformers' own cross-entropy, and the same however the batch is cut."""
+@pytest.mark.poster
+@pytest.mark.parametrize("options", [{}, dict(fsdp=True), dict(lora_rank=2)], ids=str)
+def test_two_ranks_train_as_one_process(launcher, posters, tmp_path, options):
+    usual, own = posters["toy-poster"] | dict(steps=2, eval_every=0), {k: v for k, v in options.items() if k != "fsdp"}
+    one = launcher.run(SUPERVISED, tmp_path / "one", **usual | own).succeeded()
+    two = launcher.run(SUPERVISED, tmp_path / "two", 2, **usual | options).succeeded()
+    if "lora_rank" in options:
+        for line, other in zip(two.steps, one.steps, strict=True):
+            assert line["nll"] == pytest.approx(other["nll"], rel=4 * share())
+    else:
+        assert_close(two, one)
+
+
+def test_the_loss_is_the_mean_over_the_tokens_of_the_posters(launcher, folders, posters, few, tmp_path):
+    """Against PyTorch's own cross-entropy, and the same however the batch is cut."""
     folder = folders["toy-poster"]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), sources.load_tokenizer(str(folder))
-    usual = dict(policy_model=str(folder), train_data=few, batch_size=3, steps=1, device="cpu")
     losses = []
     for size in (8192, 100):
-        supervised.main(supervised.Config(**usual, micro_batch_tokens=size, out_dir=str(tmp_path / str(size))))
-        losses.append(read_lines(tmp_path / str(size) / "metrics.jsonl")[0]["loss"])
-    total, count, rows = 0.0, 0, synthetic.records(0, "train", 16)
-    for prompt, gold in supervised.encode(random.Random(0).sample(rows, 3), tokenizer, Path()):
-        assert gold[-1] == tokenizer.eos_token_id
+        options = posters["toy-poster"] | dict(batch_size=3, steps=1, eval_every=0, micro_batch_tokens=size)
+        losses.append(launcher.run(SUPERVISED, tmp_path / str(size), **options).succeeded().steps[0]["loss"])
+    cfg, total, count = supervised.Config(train_data=few, batch_size=3), 0.0, 0
+    for row in PromptStream(load_demonstrations(cfg, tokenizer, None), 3, 0).next():
+        prompt, gold = list(row.prompt_ids), list(row.completion_ids)
+        assert gold[-1] == tokenizer.eos_token_id and all(row.learned)
         with torch.no_grad():
             logits = model(torch.tensor([prompt + gold])).logits[0, len(prompt) - 1 : -1]
         total += torch.nn.functional.cross_entropy(logits, torch.tensor(gold), reduction="sum").item()
@@ -178,6 +216,7 @@ def test_supervised_refuses_data_it_cannot_use_and_settings_that_break_a_rule(fo
         ({"max_tokens": 50}, "0 of 16 records fit into max_tokens = 50: must be at least batch_size = 16"),
         ({"train_data": "nothing.jsonl"}, "no records at 'nothing.jsonl'"), ({"steps": 0}, "steps = 0"),
         ({"dtype": "int8"}, "dtype = 'int8'"), ({"max_grad_norm": 0.0}, "max_grad_norm = 0"),
+        ({"max_tokens": 1}, "max_tokens = 1"), ({"max_images": 0}, "max_images = 0"),
     ):  # fmt: skip
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             supervised.main(supervised.Config(**(usual | changes)))

@@ -21,10 +21,10 @@ from transformers import PreTrainedTokenizerBase
 
 from common.base.checks import require
 from common.base.distributed import print_main
-from common.tasks import data
+from common.tasks import data, prompt_encoding
 from common.tasks.chat_templates import Frame
 from common.tasks.data import Example
-from common.tasks.prompt_encoding import ROWS_PER_CALL, encode_prompts
+from common.tasks.prompt_encoding import ROWS_PER_CALL, Encoded
 
 _FOLLOWING = {"role": "tool", "content": "-"}  # a turn after a call, to see what a template writes for the call
 
@@ -87,9 +87,9 @@ def load(
     use_template = apply_chat_template and bool(tokenizer.chat_template)
     end = _end_of_reply(tokenizer, end_ids, source) if use_template else tokenizer.eos_token_id
 
-    def encode(chats: Sequence[list[dict]], tools: Sequence[Any]) -> list[list[int]]:
-        return encode_prompts(chats, source, tokenizer, True, system_prompt, template_kwargs=template_kwargs,
-                              tools=tools) if chats else []  # fmt: skip
+    def encode(chats: Sequence[list[dict]], tools: Sequence[Any]) -> Encoded:
+        return prompt_encoding.encode(chats, source, tokenizer, True, system_prompt, template_kwargs=template_kwargs,
+                                      tools=tools) if chats else Encoded([], [])  # fmt: skip
 
     replies = [_reply(example, f"{source}, row {example.index}") for example in examples]
     last_ids = _encode_replies(examples, replies, tokenizer, encode, end, source)
@@ -167,7 +167,8 @@ def _encode_replies(
     found = _reply_ids(texts, tokenizer, end)
     calling = [i for i, reply in enumerate(replies) if reply.get("tool_calls")]
     chats = [[*_as_chat(examples[i].prompt), replies[i], _FOLLOWING] for i in calling]
-    for i, following in zip(calling, encode(chats, [_tools(examples[i]) for i in calling]), strict=True):
+    encoded = encode(chats, [_tools(examples[i]) for i in calling])
+    for i, following in zip(calling, encoded.prompt_ids, strict=True):
         prompt = examples[i].prompt_ids
         if following[: len(prompt)] != prompt or end not in following[len(prompt) :]:
             raise ValueError(
@@ -190,28 +191,28 @@ def _with_earlier_turns(
         if message["role"] == "assistant" and turn > 0
     ]
     chats = [rows[number].prompt[:turn] for number, turn in places]
-    prompts = encode(chats, [_tools(rows[number]) for number, _ in places])
+    encoded = encode(chats, [_tools(rows[number]) for number, _ in places])
     result, divided = list(map(list, zip(rows, strict=True))), 0
-    by_row = itertools.groupby(zip(places, prompts, strict=True), key=lambda pair: pair[0][0])
+    by_row = itertools.groupby(zip(places, *encoded, strict=True), key=lambda place: place[0][0])
     for number, group in by_row:
-        row, turns = rows[number], [(turn, ids) for (_, turn), ids in group]
-        steps = [ids for _, ids in turns] + [row.prompt_ids]
+        row, found = rows[number], list(group)
+        turns = [row.prompt[turn] for (_, turn), _, _ in found]
+        texts = [(turn["content"] or "").removeprefix(start) for turn, (_, _, start) in zip(turns, found, strict=True)]
+        steps = [ids for _, ids, _ in found] + [row.prompt_ids]
         replies = []
-        for (turn, before), after in zip(turns, steps[1:], strict=True):
-            replies.append(_appended(row.prompt[turn], before, after, tokenizer, end))
+        for turn, text, before, after in zip(turns, texts, steps, steps[1:], strict=False):
+            replies.append(_appended(None if turn.get("tool_calls") else text, before, after, tokenizer, end))
         last = list(row.completion_ids)
         if None not in replies:
-            result[number] = [_row(row, turns[0][1], list(zip(steps, [*replies, last], strict=True)))]
+            result[number] = [_row(row, steps[0], list(zip(steps, [*replies, last], strict=True)))]
             continue
         divided += 1
-        texts = [row.prompt[turn]["content"] or "" for turn, _ in turns]
-        if any(row.prompt[turn].get("tool_calls") for turn, _ in turns):
+        if any(turn.get("tool_calls") for turn in turns):
             raise ValueError(
                 f"{source}, row {row.index}: the chat template rewrites a turn that calls tools when others follow, so "
                 "its tokens cannot be learned; set turns to 'last'"
             )
-        pairs = [*zip((ids for _, ids in turns), _reply_ids(texts, tokenizer, end), strict=True)]
-        pairs.append((row.prompt_ids, last))
+        pairs = zip(steps, [*_reply_ids(texts, tokenizer, end), last], strict=True)
         result[number] = [_row(row, prompt, [(prompt, reply)]) for prompt, reply in pairs]
     if divided:
         print_main(f"{source}: {divided} of {len(rows)} chats have a row for each reply, because the chat template "
@@ -219,17 +220,17 @@ def _with_earlier_turns(
     return list(itertools.chain.from_iterable(result))
 
 
-def _appended(turn: dict, before: list[int], after: list[int], tokenizer: Any, end: int) -> list[int] | None:
+def _appended(text: str | None, before: list[int], after: list[int], tokenizer: Any, end: int) -> list[int] | None:
     """The tokens of a reply between two prompts, of which one continues the other; None if it does not.
 
-    None, too, if the template does not write the reply there as the data hold it.
+    None, too, if the template does not write the text of the reply there; for a call of tools there is none.
     """
     added = after[len(before) :]
     if after[: len(before)] != before or end not in added:
         return None
     reply = _until_end(added, end)
     written = tokenizer.decode(reply[:-1], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return reply if turn.get("tool_calls") or written.strip() == turn["content"].strip() else None
+    return reply if text is None or written.strip() == text.strip() else None
 
 
 def _row(example: Example, prompt_ids: list[int], steps: Sequence[tuple[list[int], list[int]]]) -> Demonstration:

@@ -1,4 +1,4 @@
-"""Mutation test: puts 80 small faults into copies of this project, one at a time, and runs the tests on each.
+"""Mutation test: puts 85 small faults into copies of this project, one at a time, and runs the tests on each.
 
 Run:  python scripts/dev/mutate.py --out faults.md                  all faults, each against the fast tier
       python scripts/dev/mutate.py --out faults.md --first-only     only the test files named with each fault
@@ -76,6 +76,17 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "self.window = max(self.window,", "attention"),
     ("head-temperature", "factor", "common/model/head.py", "factor_N = grad_N / steps.temperature", "factor_N = grad_N",
      "logprobs"),
+    # supervised fine-tuning
+    ("learned-shift", "off by one", "common/tasks/demonstrations.py", "[0] * len(between) + [1] * len(reply)",
+     "[0] * (len(between) + 1) + [1] * (len(reply) - 1)", "demonstrations"),
+    ("reply-end", "mask", "common/tasks/demonstrations.py", "return ids[: ids.index(end) + 1]",
+     "return ids[: ids.index(end)]", "demonstrations"),
+    ("prefix-of-turns", "check", "common/tasks/demonstrations.py",
+     "if after[: len(before)] != before or end not in added:", "if end not in added:", "demonstrations"),
+    ("learned-count", "factor", "common/generation/batches.py", "self.lengths[self.trained].sum() - left_out",
+     "self.lengths[self.trained].sum()", "sft"),
+    ("cross-entropy-sign", "sign", "common/maths/divergences.py", "q_nV - is_token_nV.float()",
+     "is_token_nV.float() - q_nV", "sft"),
     # rollouts
     ("one-end-token", "mask", "common/generation/runner.py", "(tokens[:, None] == self.end).any(1)",
      "(tokens == self.end[0])", "rollout"),

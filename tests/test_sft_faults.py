@@ -6,6 +6,7 @@ from test_data import CHAT_TEMPLATE, VOCABULARY, assistant, make_tokenizer, syst
 
 from common.loop import supervised
 from common.tasks import demonstrations
+from gkd import sft
 
 END = VOCABULARY["<im_end>"]
 ASKING = CHAT_TEMPLATE + (  # as Qwen3.5 has it: a chat without a user is refused
@@ -123,3 +124,9 @@ def test_a_conversation_that_the_policy_cannot_read_is_an_error_at_the_start(cap
     places = rotary.config.max_position_embeddings
     supervised.require_fit(rotary, rows(places + 1), "data")
     assert f"the policy was made for {places}: lower max_tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("option", "value"), [("drafts", True), ("truncated", "mask"), ("print_samples", True)])
+def test_options_of_sampling_are_refused(option, value):
+    with pytest.raises(ValueError, match=f"{option} = {value!r}: the replies are given, not sampled"):
+        sft.Config(**{option: value})

@@ -78,9 +78,8 @@ class Config(RewardSettings):
         return tuple(filter(None, (path.strip() for path in self.font_paths.split(","))))
 
     def __post_init__(self):
-        rules.check(self)  # rules that all scripts share
+        rules.check_supervised(self)
         checks.at_least(self, 1, "max_images")
-        checks.at_least(self, 2, "max_tokens")
 
 
 # metric: (least, most) in a healthy run, None: no limit; outside, the option on_collapse decides

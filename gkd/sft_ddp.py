@@ -20,7 +20,7 @@ from typing import Literal
 PLACES = [*Path(__file__).resolve().parents, Path(os.environ.get("RL_HAND", "."))]  # searched for the clone
 sys.path[:0] = [str(p) for p in PLACES if (p / "common/loop").is_dir()][:1]
 find_spec("common") or sys.exit("no package common: set RL_HAND to the folder of the clone, or pip install -e it")
-from common.base import checks, config
+from common.base import config
 from common.run import rules
 
 config.answer_early(globals())  # answers --help and wrong options before the slow imports
@@ -64,8 +64,7 @@ class Config(PromptSettings):
     group_size = num_minibatches = 1  # one reply per conversation and one optimizer step per batch; no options
 
     def __post_init__(self):
-        rules.check(self)  # rules that all scripts share
-        checks.at_least(self, 2, "max_tokens")
+        rules.check_supervised(self)
 
 
 def reward(completions: list[str], answers: list[str], **columns: list) -> list[float]:

@@ -22,7 +22,13 @@ from common.base import console
 from common.base.checks import require
 
 SUMS = ("steps", "samples", "tokens", "seconds")
+NUMBERS = ("step", "seconds", "tokens_per_second", "eval_reward")
 EVALS = {"first": "first_eval_reward", "best": "best_eval_reward", "last": "last_eval_reward"}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a measure is a number, or null for one that was not finite."""
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def read_lines(run: Path) -> dict[int, dict[str, Any]]:
@@ -48,13 +54,18 @@ def read_lines(run: Path) -> dict[int, dict[str, Any]]:
             continue
         try:
             line = json.loads(text)
+            if not all(map(is_number, (line[name] for name in line if name in NUMBERS or name.startswith("seconds_")))):
+                raise TypeError("a measure is no number")
+            if not all(map(is_number, line.get("memory_gib") or ())):
+                raise TypeError("memory_gib holds other things than numbers")
             row = found.setdefault(line["step"] + 0, {"seconds_outside": {}})  # raises unless the step is a number
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, json.JSONDecodeError) and not any(later.strip() for later in texts[number:]):
                 print(f"note: {path}: the last line is cut off and was skipped.", file=sys.stderr)
                 continue
             raise ValueError(
-                f"{path}, line {number} is {text[:60]!r}; it must be a JSON object with a step: repair or delete it."
+                f"{path}, line {number} is {text[:60]!r}; it must be a JSON object with a step and numbers: repair or "
+                "delete it."
             ) from error
         if "seconds" not in line:  # a checkpoint or an evaluation; `seconds` of a step is the sum of its own
             row["seconds_outside"] |= {name: line[name] for name in line if name.startswith("seconds_")}
@@ -74,7 +85,10 @@ def samples_per_step(run: Path) -> int:
     path = run / "config.json"
     try:
         options = json.loads(path.read_text(encoding="utf-8"))
-        return options["batch_size"] * options.get("group_size", 1)
+        sizes = options["batch_size"], options.get("group_size", 1)
+        if not all(isinstance(size, int) for size in sizes):
+            raise TypeError(f"sizes are {sizes}")
+        return sizes[0] * sizes[1]
     except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path}: {type(error).__name__} ({error}); it must hold the options of the run, with batch_size: "

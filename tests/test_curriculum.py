@@ -130,6 +130,16 @@ def test_rows_alike_in_a_column_share_their_success_and_the_metrics_show_it():
 def test_a_column_that_the_data_lack_is_named_with_those_that_they_have():
     with pytest.raises(ValueError, match=r"curriculum = 'levels': must be 'row' or a column .*; they have level$"):
         Curriculum(rows(4, levels=2), 1, 0, by="levels")
+    with pytest.raises(ValueError, match=r"curriculum = 'level': all rows have the same value .*name another column"):
+        Curriculum(rows(4, levels=1), 1, 0, by="level")
+
+
+def test_values_that_are_long_are_not_reported_one_by_one():
+    for text, names in (("x", {"share[level=x 0]", "success[level=x 1]"}), ("x" * 99, {"curriculum_seen"})):
+        examples = [Example(i, f"prompt {i}", [i], str(i), {"level": f"{text} {i % 2}"}) for i in range(4)]
+        stream = Curriculum(examples, 1, 0, by="level")
+        stream.learn(examples[:1], scored([[1.0]]))
+        assert names <= stream.end_step().keys()
 
 
 class Ranks:
@@ -214,14 +224,14 @@ def test_what_was_learned_follows_its_rows_when_the_data_change():
     examples = rows(6)
     state = taught(examples, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]).state_dict()
     moved = [
-        Example(i, e.prompt, e.prompt_ids, e.answer, {"level": 1})
+        Example(i, e.prompt, e.prompt_ids, e.answer, {"level": i % 2})
         for i, e in enumerate([*examples[::-2], *rows(9)[6:]])
     ]
     stream = Curriculum(moved, 1, 0, by="row", state=state)
     weights = taught(examples, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]).weights
     assert torch.equal(stream.weights[:3], weights[[5, 3, 1]]) and stream.weights[3:].tolist() == [1.0] * 3
     # another way to divide the rows begins anew
-    assert Curriculum(moved, 1, 0, by="level", state=state).success.tolist() == [0.5]
+    assert Curriculum(moved, 1, 0, by="level", state=state).success.tolist() == [0.5] * 2
 
 
 def test_replaced_prompts_are_the_next_of_the_draw_and_come_again_only_when_all_were_drawn():

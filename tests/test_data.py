@@ -458,6 +458,7 @@ def test_arguments_of_the_template_are_those_that_it_reads(tmp_path):
     settings = {"template_kwargs": {"thinking": False}, "system_prompt": "", "apply_chat_template": True,
                 "eval_columns": ()}  # fmt: skip
     source = {"train_data": write_rows(tmp_path, ROWS), "eval_data": "", "eval_every": 0, "eval_examples": 1}
+    source["eval_columns"] = ()
     examples, _ = load_data(SimpleNamespace(max_prompt_tokens=64, **settings, **source), tokenizer)
     assert [example.reply_start for example in examples] == ["", ""]
     assert options.template_kwargs("") == {} and options.template_kwargs('{"a": 1}') == {"a": 1}

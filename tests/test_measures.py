@@ -287,6 +287,14 @@ def test_a_run_keeps_its_best_and_stops_early(launcher, tmp_path):
     assert best.checkpoints == ["checkpoint-000001"]
 
 
+def test_a_run_without_a_best_says_why(launcher, tmp_path):
+    options = dict(steps=1, **EVERY | dict(eval_every=1))
+    run = launcher.run("gspo", tmp_path / "before", rewards=[Rising(s0=0.5)], **options).succeeded()
+    assert "/best: eval_reward was best after step 0, 0.5, which has no checkpoint" in run.output
+    run = launcher.run("gspo", tmp_path / "sft", rewards=[Rising(s1=0.5)], **options, best_by="").succeeded()
+    assert "/best" not in run.output
+
+
 @pytest.mark.parametrize("kind", ["gspo", "gkd"])
 def test_a_run_killed_between_evaluation_and_save_goes_on_as_if_nothing_had_happened(launcher, tmp_path, kind):
     options = dict(rewards=[UP_AND_DOWN], **EVERY | dict(save_every=1, keep_checkpoints=9))

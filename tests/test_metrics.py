@@ -407,3 +407,12 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
     log.print_above_bar("hello")
     log.close()
     assert not (tmp_path / "run").exists() and capsys.readouterr().out == ""
+
+
+def test_a_name_with_half_a_character_reaches_tensorboard(log):
+    log.eval(1, **{"eval_reward[level=\ud800]": 0.5})
+    log.close()
+    assert json.loads((log.out_dir / "metrics.jsonl").read_text())["eval_reward[level=\ud800]"] == 0.5
+    read = EventAccumulator(str(log.out_dir / "tensorboard"))
+    read.Reload()
+    assert read.Tags()["scalars"] == ["eval_reward[level=\\ud800]"]

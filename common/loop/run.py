@@ -15,7 +15,7 @@ from common.generation.batches import RolloutBatch
 from common.loop.policy import Policy
 from common.model.images import Images
 from common.planning import plan
-from common.run import checkpoint, guards, interrupts, metrics, profiling, random_state
+from common.run import checkpoint, checkpoint_files, guards, interrupts, metrics, profiling, random_state
 from common.run.best import Best
 from common.tasks import accuracy, chat_templates, data
 from common.tasks.curriculum import Curriculum
@@ -146,7 +146,7 @@ class Run:
         ):
             yield
         self.log.close()
-        distributed.print_main(f"{self.policy.kind} saved in {self.saved}")
+        distributed.print_main(f"{self.policy.kind} saved in {self.saved}{self._without_best()}")
         self.watch.exit_if_collapsed()
         distributed.shutdown()
 
@@ -226,6 +226,18 @@ class Run:
         if self.best.exhausted:
             self.log.print_above_bar(self._stopped_early())
         return distributed.any_rank(bool(self._signals)) or self.collapsed or self.best.exhausted
+
+    def _without_best(self) -> str:
+        """Why out_dir/best leads nowhere although the run has evaluated, as text; "" if it leads somewhere."""
+        best, folder = self.best, Path(self.cfg.out_dir)
+        link = folder / checkpoint_files.BEST
+        if not best.by or best.last < 0 or link.exists():
+            return ""
+        if best.step is None:
+            return f"; no {link}: evaluations have no number for best_by = {best.by!r}; name another measure of theirs"
+        if (folder / checkpoint_files.name(best.step)).exists():  # it could not be linked, which has been said
+            return ""
+        return f"; no {link}: {best.name} was best after step {best.step}, {best.value:.4g}, which has no checkpoint"
 
     def _stopped_early(self) -> str:
         """Why a run stops early, as text."""

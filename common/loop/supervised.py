@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from common.base import devices, distributed, memory
+from common.base.checks import require
 from common.distill.distillation import CrossEntropy
 from common.generation import batches
 from common.generation.batches import RolloutBatch
@@ -17,7 +19,7 @@ from common.loop.policy import Policy
 from common.loop.sampler import Sampler, sampled_accuracies
 from common.loop.student import AnsweredScorer
 from common.loop.trainer import Counts
-from common.model import sources
+from common.model import positions, sources
 from common.run import metrics
 from common.tasks import accuracy, demonstrations
 from common.tasks.demonstrations import Demonstration
@@ -79,10 +81,12 @@ def load_demonstrations(cfg: Any, policy: Policy) -> tuple[list[Demonstration], 
         system_prompt=cfg.system_prompt, template_kwargs=cfg.template_kwargs,
     )  # fmt: skip
     train = load(cfg.train_data, last_turn_only=cfg.turns == "last")
+    require_fit(policy.model, train, cfg.train_data)
     held_out = []
     if cfg.eval_data and cfg.eval_every:
         held_out = load(cfg.eval_data, split="test", last_turn_only=True, max_prompt_tokens=cfg.max_prompt_tokens)
         held_out = held_out[: cfg.eval_examples]
+        require_fit(policy.model, held_out, cfg.eval_data)
         accuracy.require_columns([example.columns for example in held_out], cfg.eval_columns)
     learned, tokens = sum(sum(row.learned) for row in train), sum(row.tokens for row in train)
     distributed.print_main(
@@ -90,6 +94,31 @@ def load_demonstrations(cfg: Any, policy: Policy) -> tuple[list[Demonstration], 
         f"steps of {cfg.batch_size} are {cfg.steps * cfg.batch_size / len(train):.2f} passes"
     )
     return train, held_out[distributed.rank() :: distributed.num_ranks()]
+
+
+def require_fit(model: nn.Module, rows: Sequence[Demonstration], source: str) -> None:
+    """Requires conversations that the policy can read; called at the start, rather than in step 1,000.
+
+    Args:
+        model: the policy.
+        rows: to learn, or to evaluate.
+        source: of the data, for messages.
+
+    Raises:
+        ValueError: the policy has no such token, or too few learned positions.
+    """
+    size = model.get_input_embeddings().num_embeddings
+    for row in rows:
+        token = max(*row.prompt_ids, *row.completion_ids)
+        require(token < size, f"{source}, row {row.index}: token {token}", f"the policy has {size} tokens, fewer than "
+                "its tokenizer", "take the tokenizer that belongs to it, or resize its embeddings")  # fmt: skip
+    longest = max(row.tokens for row in rows)
+    places = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit, reason = positions.longest_sequence(model)
+    what = f"{source}: conversations of up to {longest} tokens"
+    require(limit is None or longest <= limit, what, reason, f"set max_tokens to {limit} or less")
+    if places is not None and longest > places:
+        distributed.print_main(f"warning: {what}, but the policy was made for {places}: lower max_tokens")
 
 
 def batch_of(examples_P: Sequence[Demonstration], pad_id: int, device: torch.device) -> RolloutBatch:

@@ -330,7 +330,8 @@ class Board:
         with self._optional():
             self._writer = self._writer or self._open()
             for name, value in line.items():
-                if isinstance(value, float):
+                if isinstance(value, float):  # a name may hold any text of the data, half a character, too
+                    name = name.encode(errors="backslashreplace").decode()
                     self._writer.add_scalar(name, value, line["step"])
 
     def close(self) -> None:

@@ -43,6 +43,16 @@ def check(cfg: Any) -> None:
             require_url(name, getattr(cfg, name))
 
 
+def check_supervised(cfg: Any) -> None:
+    """Checks the options of supervised fine-tuning, in addition to `check`: nothing is sampled but in evaluations."""
+    check(cfg)
+    at_least(cfg, 2, "max_tokens")
+    for name, off in (("drafts", False), ("print_samples", False), ("truncated", "keep")):
+        value = getattr(cfg, name)
+        require(value == off, f"{name} = {value!r}", "the replies are given, not sampled",
+                f"leave it at {off!r}")  # fmt: skip
+
+
 def check_measures(cfg: Any) -> None:
     """Checks the schedule of the learning rate, and the options of evaluations."""
     require(cfg.lr_end <= 1, f"lr_end = {cfg.lr_end}", "is a share of learning_rate, 0 to 1", "0.1 is usual, or 0")

@@ -26,7 +26,7 @@ from common.tasks.scoring import Scored
 FLOOR = 0.05  # a row that seems solved or hopeless still comes, 20 times more rarely: the policy may have changed
 KEPT = 0.5  # with a group of 8, p follows about the last 16 completions of a row
 PRIOR = 1.0  # completions; the first group outweighs it
-MOST_VALUES = 20  # of a column, to report each of them
+MOST_VALUES, MOST_CHARACTERS = 20, 60  # of a column, to report each of its values; of a label
 
 
 class Curriculum(PromptStream):
@@ -46,7 +46,7 @@ class Curriculum(PromptStream):
             **named: As in `PromptStream`.
 
         Raises:
-            ValueError: The data have no such column; as in `PromptStream`.
+            ValueError: The data have no such column, or one value in it; as in `PromptStream`.
         """
         super().__init__(*options, **named)
         columns = list(dict.fromkeys(name for example in self.examples for name in example.columns))
@@ -59,6 +59,8 @@ class Curriculum(PromptStream):
         if by != "row":
             for key, example in zip(keys_N.tolist(), self.examples, strict=True):
                 self._names.setdefault(key, f"[{by}={example.columns.get(by)}]")
+        require(by == "row" or len(self._keys_K) > 1, f"curriculum = {by!r}", "all rows have the same value in this "
+                "column, so there is nothing to choose from", "name another column, or 'row'")  # fmt: skip
         self._seen = torch.zeros(len(self._keys_K), 2, dtype=torch.float64)  # [K, 2]: sum of rewards, completions
         if state:
             slots, known = self._find(state["keys"])
@@ -112,7 +114,7 @@ class Curriculum(PromptStream):
 
         Returns:
             Metrics. By row: `curriculum_seen`, the share of rows drawn so far, and
-            `curriculum_success`, their mean p. By a column with at most MOST_VALUES values:
+            `curriculum_success`, their mean p. By a column with at most MOST_VALUES short values:
             `share[column=value]` of the prompts of the step, and p as `success[column=value]`.
 
         Raises:
@@ -133,7 +135,8 @@ class Curriculum(PromptStream):
         if new:
             slots, _ = self._find(torch.tensor(list(new)))
             self._seen[slots] = KEPT * self._seen[slots] + torch.tensor(list(new.values()), dtype=torch.float64)
-        if not 0 < len(self._names) <= MOST_VALUES:
+        most = max(map(len, self._names.values()), default=0)
+        if not (0 < len(self._names) <= MOST_VALUES and most <= MOST_CHARACTERS):
             seen_K = self._seen[:, 1] > 0
             mean = self.success[seen_K].mean().item() if seen_K.any() else 0.5
             return {"curriculum_seen": seen_K.double().mean().item(), "curriculum_success": mean}

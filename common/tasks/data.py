@@ -252,6 +252,10 @@ def _missing_field(row: dict, field: str, lookalikes: tuple[str, ...], where: st
     names = [name for name in row if name != field and name.lower() in lookalikes and not _is_blank(row[name])]
     meant = names[0] if names else None
     remedy = f"rename `{meant}` to `{field}`" if meant else f"add it, or rename the column that holds it to `{field}`"
+    if meant == "conversations":
+        remedy = 'rename `conversations` to `messages`, with turns {"role": "user", "content": ...}'
+    elif meant == "instruction" and "input" in row:
+        remedy = "write `instruction` and `input` into one text, `prompt`"
     return f"{where}: `{field}` is missing or empty; columns found: {', '.join(row) or 'none'}; {remedy}"
 
 

@@ -5,15 +5,17 @@ Reply:  the last assistant turn of the prompt's chat; else the column `completio
 Turns:  a chat with several assistant turns is one row whose loss covers all of them, if the chat
         template only appends: the tokens of each reply then follow exactly those that the policy
         would see there. Some templates rewrite earlier turns, for instance by dropping thoughts.
-        Then each reply becomes a row of its own, behind its own prompt.
+        Then each reply becomes a row of its own, behind its own prompt. Turns of the assistant that
+        nobody has asked for, such as a greeting before the first turn of the user, are context.
 End:    a reply ends with the token that the chat template writes behind one, if that ends
-        generation, else with the tokenizer's EOS. What follows is never learned.
+        generation, else with the tokenizer's EOS. A reply that is empty, or holds such a token
+        before its end, is an error.
 """
 
 import dataclasses
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +29,7 @@ from common.tasks.data import Example
 from common.tasks.prompt_encoding import ROWS_PER_CALL, Encoded
 
 _FOLLOWING = {"role": "tool", "content": "-"}  # a turn after a call, to see what a template writes for the call
+_OPENING = ("system", "developer", "assistant")  # roles of turns that ask for nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +90,23 @@ def load(
     use_template = apply_chat_template and bool(tokenizer.chat_template)
     end = _end_of_reply(tokenizer, end_ids, source) if use_template else tokenizer.eos_token_id
 
-    def encode(chats: Sequence[list[dict]], tools: Sequence[Any]) -> Encoded:
-        return prompt_encoding.encode(chats, source, tokenizer, True, system_prompt, template_kwargs=template_kwargs,
-                                      tools=tools) if chats else Encoded([], [])  # fmt: skip
+    writer = _Writer(source, tokenizer, end, {*end_ids, end})
+
+    def encode(chats: Sequence[list[dict]], chatting: Sequence[Example]) -> Encoded:
+        if not chats:
+            return Encoded([], [])
+        return prompt_encoding.encode(
+            chats, source, tokenizer, True, system_prompt, template_kwargs=template_kwargs,
+            tools=[_tools(example) for example in chatting], again=[example.index for example in chatting],
+        )  # fmt: skip
 
     replies = [_reply(example, f"{source}, row {example.index}") for example in examples]
-    last_ids = _encode_replies(examples, replies, tokenizer, encode, end, source)
+    last_ids = _encode_replies(examples, replies, writer, encode)
     single = [
         _row(example, example.prompt_ids, [(example.prompt_ids, ids)])
         for example, ids in zip(examples, last_ids, strict=True)
     ]
-    rows = single if last_turn_only else _with_earlier_turns(single, tokenizer, encode, end, source)
+    rows = single if last_turn_only else _with_earlier_turns(single, writer, encode)
     kept = [row for row in rows if row.tokens <= max_tokens]
     dropped = f"{len(rows) - len(kept)} of {len(rows)} conversations longer than {max_tokens} tokens (max_tokens)"
     if not kept:
@@ -111,7 +120,7 @@ def load(
 
 
 def of_texts(
-    examples: Sequence[Example], replies: Sequence[str], tokenizer: PreTrainedTokenizerBase, end: int
+    examples: Sequence[Example], replies: Sequence[str], tokenizer: PreTrainedTokenizerBase, end: int, source: str
 ) -> list[Demonstration]:
     """Rows that learn one reply each.
 
@@ -120,11 +129,66 @@ def of_texts(
         replies: texts.
         tokenizer: of the policy.
         end: the token that ends a reply.
+        source: of the data, for messages.
+
+    Raises:
+        ValueError: a reply is empty or cannot be encoded.
     """
+    ids = _Writer(source, tokenizer, end, {end}).ids(replies, [example.index for example in examples])
     return [
-        _row(example, example.prompt_ids, [(example.prompt_ids, ids)])
-        for example, ids in zip(examples, _reply_ids(replies, tokenizer, end), strict=True)
+        _row(example, example.prompt_ids, [(example.prompt_ids, own)])
+        for example, own in zip(examples, ids, strict=True)
     ]
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """Writes replies as tokens."""
+
+    source: str
+    tokenizer: PreTrainedTokenizerBase
+    end: int  # the token behind a reply
+    end_ids: Set[int]  # every token that ends generation
+
+    def ids(self, texts: Sequence[str], rows: Sequence[int]) -> list[list[int]]:
+        """Token ids of replies, end token included; an end token that the text holds already is not doubled.
+
+        Raises:
+            ValueError: a reply is empty, holds half a character, or goes on behind an end token.
+        """
+        found = []
+        for start in range(0, len(texts), ROWS_PER_CALL):
+            part = texts[start : start + ROWS_PER_CALL]
+            for text, row in zip(part, rows[start:], strict=False):
+                self.require_text(text, row)
+            encoded = self.tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+            found += [[*self._before_end(ids, rows[i]), self.end] for i, ids in enumerate(encoded, start)]
+        return found
+
+    def require_text(self, text: str, row: int) -> None:
+        """Requires something that can be learned."""
+        if not text.strip():
+            raise ValueError(self._empty(row))
+        if prompt_encoding.SURROGATE.search(text):
+            raise ValueError(f"{self.source}, row {row}: the reply holds half a character (surrogate); correct the row")
+
+    def _before_end(self, ids: list[int], row: int) -> list[int]:
+        cut = next((i for i, token in enumerate(ids) if token in self.end_ids), len(ids))
+        rest = self.tokenizer.decode([token for token in ids[cut:] if token not in self.end_ids]).strip()
+        if rest:
+            raise ValueError(
+                f"{self.source}, row {row}: a reply goes on behind {self.tokenizer.decode(ids[cut])!r}, which ends "
+                f"generation: {rest!r:.40}; take that token out, or write a longer chat into `messages`"
+            )
+        if cut == 0:
+            raise ValueError(self._empty(row))
+        return ids[:cut]
+
+    def _empty(self, row: int) -> str:
+        return (
+            f"{self.source}, row {row}: a reply of the assistant is empty, so the policy would learn to say nothing; "
+            "fill it, or remove the row"
+        )
 
 
 def _end_of_reply(tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int], source: str) -> int:
@@ -147,90 +211,106 @@ def _reply(example: Example, where: str) -> dict:
                 "into `messages`"
             )
         return turns[0]
+    if not isinstance(value, str) and value is not None and value == value:  # tables write NaN for null
+        raise ValueError(
+            f"{where}: `completion` is {type(value).__name__}, expected text or a list of one turn of the assistant; "
+            "correct the row, or rename a column that means something else"
+        )
     text = value if isinstance(value, str) and value.strip() else example.answer
     if text is None:
+        meant = [name for name in data.ANSWER_LOOKALIKES if isinstance(example.columns.get(name), str)]
+        remedy = f"rename `{meant[0]}` to" if meant else "add a column"
         raise ValueError(
-            f"{where}: there is no reply to learn; end `messages` with an assistant turn, or add a column `completion` "
-            "or `answer`"
+            f"{where}: there is no reply to learn; end `messages` with an assistant turn, or {remedy} `completion`"
+            f"{'' if meant else ' or `answer`'}"
         )
     return {"role": "assistant", "content": text}
 
 
 def _encode_replies(
-    examples: Sequence[Example], replies: Sequence[dict], tokenizer: Any, encode: Any, end: int, source: str
+    examples: Sequence[Example], replies: Sequence[dict], writer: _Writer, encode: Any
 ) -> list[list[int]]:
     """Token ids of the last reply of each row, end token included."""
-    texts = [
-        (reply["content"] or "").removeprefix(example.reply_start)
-        for example, reply in zip(examples, replies, strict=True)
-    ]
-    found = _reply_ids(texts, tokenizer, end)
+    found: dict[int, list[int]] = {}
     calling = [i for i, reply in enumerate(replies) if reply.get("tool_calls")]
     chats = [[*_as_chat(examples[i].prompt), replies[i], _FOLLOWING] for i in calling]
-    encoded = encode(chats, [_tools(examples[i]) for i in calling])
-    for i, following in zip(calling, encoded.prompt_ids, strict=True):
+    for i, following in zip(calling, encode(chats, [examples[i] for i in calling]).prompt_ids, strict=True):
         prompt = examples[i].prompt_ids
-        if following[: len(prompt)] != prompt or end not in following[len(prompt) :]:
+        if following[: len(prompt)] != prompt or writer.end not in following[len(prompt) :]:
             raise ValueError(
-                f"{source}, row {examples[i].index}: the chat template does not write the tool calls of the last turn "
-                "behind its prompt; write the call as the text of the turn, or remove the row"
+                f"{writer.source}, row {examples[i].index}: the chat template does not write the tool calls of the "
+                "last turn behind its prompt; write the call as the text of the turn, or remove the row"
             )
-        found[i] = _until_end(following[len(prompt) :], end)
-    return found
+        found[i] = _until_end(following[len(prompt) :], writer.end)
+    written = [i for i in range(len(examples)) if i not in found]
+    texts = [replies[i]["content"].removeprefix(examples[i].reply_start) for i in written]
+    found |= zip(written, writer.ids(texts, [examples[i].index for i in written]), strict=True)
+    return [found[i] for i in range(len(examples))]
 
 
-def _with_earlier_turns(
-    rows: Sequence[Demonstration], tokenizer: Any, encode: Any, end: int, source: str
-) -> list[Demonstration]:
+def _with_earlier_turns(rows: Sequence[Demonstration], writer: _Writer, encode: Any) -> list[Demonstration]:
     """Rows in which earlier assistant turns are learned, too."""
-    places = [
-        (number, turn)
-        for number, row in enumerate(rows)
-        if isinstance(row.prompt, list)
-        for turn, message in enumerate(row.prompt)
-        if message["role"] == "assistant" and turn > 0
-    ]
+    result, divided = [], 0
+    for start in range(0, len(rows), ROWS_PER_CALL):  # the prompts of all turns take more memory than the rows
+        for own in _divided(rows[start : start + ROWS_PER_CALL], writer, encode):
+            result += own
+            divided += len(own) > 1
+    if divided:
+        print_main(f"{writer.source}: {divided} of {len(rows)} chats have a row for each reply, because the chat "
+                   "template rewrites earlier turns")  # fmt: skip
+    return result
+
+
+def _divided(rows: Sequence[Demonstration], writer: _Writer, encode: Any) -> list[list[Demonstration]]:
+    """For each row one that learns all replies, or one for each reply."""
+    places = [(number, turn) for number, row in enumerate(rows) for turn in _earlier_replies(row.prompt)]
+    for number, turn in places:
+        message = rows[number].prompt[turn]
+        if not message.get("tool_calls"):
+            writer.require_text(message["content"], rows[number].index)
     chats = [rows[number].prompt[:turn] for number, turn in places]
-    encoded = encode(chats, [_tools(rows[number]) for number, _ in places])
-    result, divided = list(map(list, zip(rows, strict=True))), 0
-    by_row = itertools.groupby(zip(places, *encoded, strict=True), key=lambda place: place[0][0])
+    encoded = encode(chats, [rows[number] for number, _ in places])
+    result = [[row] for row in rows]
+    by_row = itertools.groupby(zip(places, *encoded, strict=True), key=lambda entry: entry[0][0])
     for number, group in by_row:
-        row, found = rows[number], list(group)
-        turns = [row.prompt[turn] for (_, turn), _, _ in found]
-        texts = [(turn["content"] or "").removeprefix(start) for turn, (_, _, start) in zip(turns, found, strict=True)]
-        steps = [ids for _, ids, _ in found] + [row.prompt_ids]
+        row, turns = rows[number], [(row_turn[1], ids, begun) for row_turn, ids, begun in group]
+        steps = [ids for _, ids, _ in turns] + [row.prompt_ids]
         replies = []
-        for turn, text, before, after in zip(turns, texts, steps, steps[1:], strict=False):
-            replies.append(_appended(None if turn.get("tool_calls") else text, before, after, tokenizer, end))
+        for (turn, before, _), after in zip(turns, steps[1:], strict=True):
+            replies.append(_appended(row.prompt[turn], before, after, writer))
         last = list(row.completion_ids)
         if None not in replies:
             result[number] = [_row(row, steps[0], list(zip(steps, [*replies, last], strict=True)))]
             continue
-        divided += 1
-        if any(turn.get("tool_calls") for turn in turns):
+        if any(row.prompt[turn].get("tool_calls") for turn, _, _ in turns):
             raise ValueError(
-                f"{source}, row {row.index}: the chat template rewrites a turn that calls tools when others follow, so "
-                "its tokens cannot be learned; set turns to 'last'"
+                f"{writer.source}, row {row.index}: the chat template rewrites a turn that calls tools when others "
+                "follow, so its tokens cannot be learned; set turns to 'last'"
             )
-        pairs = zip(steps, [*_reply_ids(texts, tokenizer, end), last], strict=True)
-        result[number] = [_row(row, prompt, [(prompt, reply)]) for prompt, reply in pairs]
-    if divided:
-        print_main(f"{source}: {divided} of {len(rows)} chats have a row for each reply, because the chat template "
-                   "rewrites earlier turns")  # fmt: skip
-    return list(itertools.chain.from_iterable(result))
+        texts = [row.prompt[turn]["content"].removeprefix(begun) for turn, _, begun in turns]
+        replies = [*writer.ids(texts, [row.index] * len(texts)), last]
+        result[number] = [_row(row, prompt, [(prompt, ids)]) for prompt, ids in zip(steps, replies, strict=True)]
+    return result
 
 
-def _appended(text: str | None, before: list[int], after: list[int], tokenizer: Any, end: int) -> list[int] | None:
+def _earlier_replies(prompt: str | list[dict]) -> list[int]:
+    """The assistant's turns of a chat that answer something: a greeting before the first turn of a user does not."""
+    roles = [turn["role"] for turn in prompt] if isinstance(prompt, list) else []
+    asked = next((i for i, role in enumerate(roles) if role not in _OPENING), len(roles))
+    return [i for i in range(asked, len(roles)) if roles[i] == "assistant"]
+
+
+def _appended(turn: dict, before: list[int], after: list[int], writer: _Writer) -> list[int] | None:
     """The tokens of a reply between two prompts, of which one continues the other; None if it does not.
 
-    None, too, if the template does not write the text of the reply there; for a call of tools there is none.
+    None, too, if the template does not write the reply there as the data hold it.
     """
     added = after[len(before) :]
-    if after[: len(before)] != before or end not in added:
+    if after[: len(before)] != before or writer.end not in added:
         return None
-    reply = _until_end(added, end)
-    written = tokenizer.decode(reply[:-1], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return reply if text is None or written.strip() == text.strip() else None
+    reply = _until_end(added, writer.end)
+    written = writer.tokenizer.decode(reply[:-1], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return reply if turn.get("tool_calls") or written.strip() == turn["content"].strip() else None
 
 
 def _row(example: Example, prompt_ids: list[int], steps: Sequence[tuple[list[int], list[int]]]) -> Demonstration:
@@ -248,15 +328,6 @@ def _row(example: Example, prompt_ids: list[int], steps: Sequence[tuple[list[int
         learned.extend([0] * len(between) + [1] * len(reply))
     fields = {field.name: getattr(example, field.name) for field in dataclasses.fields(Example)}
     return Demonstration(**fields | {"prompt_ids": prompt_ids}, completion_ids=completion, learned=learned)
-
-
-def _reply_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, end: int) -> list[list[int]]:
-    """Token ids of replies, end token included."""
-    found = []
-    for start in range(0, len(texts), ROWS_PER_CALL):
-        encoded = tokenizer(texts[start : start + ROWS_PER_CALL], add_special_tokens=False, verbose=False)
-        found += [_until_end([*tokens, end], end) for tokens in encoded["input_ids"]]
-    return found
 
 
 def _until_end(ids: list[int], end: int) -> list[int]:

@@ -50,6 +50,7 @@ def encode(
     *,
     template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[list[dict] | None] | None = None,
+    again: Sequence[int] | None = None,
 ) -> Encoded:
     """Turns the prompts of a source into token ids, by the rules at the top of this file.
 
@@ -61,13 +62,15 @@ def encode(
         system_prompt: system turn for chats without one; "" adds none.
         template_kwargs: more variables of the template, {"enable_thinking": False}.
         tools: JSON schemas of the tools that each prompt offers; None: no prompt has any.
+        again: for parts of prompts that were encoded before, their rows in the data: errors name
+            these, and nothing is reported twice. None: the prompts are all rows, in order.
 
     Raises:
         ValueError: a prompt cannot be encoded, the message names its row; or the template does not
             read a variable, or exceeds its limits.
     """
     template_kwargs, tools = dict(template_kwargs or {}), tools or [None] * len(prompts)
-    use_template = apply_chat_template and bool(tokenizer.chat_template)
+    use_template, rows = apply_chat_template and bool(tokenizer.chat_template), again or range(len(prompts))
     if template_kwargs and not use_template:
         raise ValueError(
             f"chat_template_kwargs = {template_kwargs}: the tokenizer has no chat template, or apply_chat_template is "
@@ -75,13 +78,13 @@ def encode(
         )
     frame = Frame.of(tokenizer, template_kwargs, source) if use_template else Frame()
     is_raw = [isinstance(p, str) and (not use_template or frame.is_templated(p)) for p in prompts]
-    _require_template(prompts, tools, is_raw, use_template, system_prompt, source)
-    if use_template and any(is_raw):
+    _require_template(prompts, tools, is_raw, use_template, system_prompt, source, rows)
+    if use_template and any(is_raw) and not again:
         print_main(f"{source}: {sum(is_raw)} of {len(prompts)} prompts are templated already and get no chat template")
     special = chat_templates.any_of(chat_templates.special_tokens(tokenizer))
     texts, places = list(prompts), [i for i, raw in enumerate(is_raw) if not raw]
     for i in places:
-        _require_untemplated(_messages(prompts[i], system_prompt), frame, f"{source}, row {i}")
+        _require_untemplated(_messages(prompts[i], system_prompt), frame, f"{source}, row {rows[i]}")
 
     def to_chat(i: int) -> Chat:
         return Chat(_marked(_messages(prompts[i], system_prompt), special), _marked(tools[i], special))
@@ -93,10 +96,11 @@ def encode(
                 texts[places[done - 1]] = text
     except ValueError as error:
         hint = f"; system_prompt {system_prompt[:40]!r} opens every chat: leave it empty if the template takes none"
-        where = f"{source}, row {places[min(done, len(places) - 1)]}"
+        where = f"{source}, row {rows[places[min(done, len(places) - 1)]]}"
         raise ValueError(f"{where}: {error}{hint if system_prompt else ''}") from error
-    _report_special(texts, special, use_template, source)
-    prompt_ids = _tokenize(texts, tokenizer, source, special)
+    if not again:
+        _report_special(texts, special, use_template, source)
+    prompt_ids = _tokenize(texts, tokenizer, source, special, rows)
     if not use_template:
         bos = _tokenizer_bos(texts[0], tokenizer)
     else:
@@ -113,24 +117,26 @@ def _require_template(
     use_template: bool,
     system_prompt: str,
     source: str,
+    rows: Sequence[int],
 ) -> None:
     """Refuses chats, tools and a system prompt that no template would write."""
     if not use_template and not all(is_raw):
         raise ValueError(
-            f"{source}, row {is_raw.index(False)}: chat messages need a chat template, and the tokenizer has none or "
-            "apply_chat_template is off; use an instruct model, set tokenizer.chat_template, or give prompts as text"
+            f"{source}, row {rows[is_raw.index(False)]}: chat messages need a chat template, and the tokenizer has "
+            "none or apply_chat_template is off; use an instruct model, set tokenizer.chat_template, or give text as "
+            "prompts"
         )
     raw = [i for i, flag in enumerate(is_raw) if flag]
     if system_prompt and raw:
         raise ValueError(
-            f"{source}, row {raw[0]}: system_prompt {system_prompt[:40]!r} has no place in a text that gets no chat "
-            "template; leave it empty and write it into the prompts"
+            f"{source}, row {rows[raw[0]]}: system_prompt {system_prompt[:40]!r} has no place in a text that gets no "
+            "chat template; leave it empty and write it into the prompts"
         )
     if lost := [i for i in raw if tools[i]]:
         raise ValueError(
-            f"{source}, row {lost[0]}: `tools` have no place in a text that gets no chat template: the tokenizer has "
-            "none, apply_chat_template is off, or the text is templated already; write them into the prompt, or use "
-            "an instruct model"
+            f"{source}, row {rows[lost[0]]}: `tools` have no place in a text that gets no chat template: the tokenizer "
+            "has none, apply_chat_template is off, or the text is templated already; write them into the prompt, or "
+            "use an instruct model"
         )
 
 
@@ -191,7 +197,7 @@ def _report_special(texts: list[str], special: re.Pattern, use_template: bool, s
 
 
 def _tokenize(
-    texts: list[str], tokenizer: PreTrainedTokenizerBase, source: str, special: re.Pattern
+    texts: list[str], tokenizer: PreTrainedTokenizerBase, source: str, special: re.Pattern, rows: Sequence[int]
 ) -> list[list[int]]:
     """Tokenises texts without BOS or EOS; refuses those without tokens or with surrogates."""
     prompt_ids: list[list[int]] = []
@@ -200,14 +206,16 @@ def _tokenize(
         chunk = texts[start : start + ROWS_PER_CALL]
         broken = next((i for i, text in enumerate(chunk, start) if SURROGATE.search(text)), None)
         if broken is not None:
-            raise ValueError(f"{source}, row {broken}: the prompt holds half a character (surrogate); correct the row")
+            where = f"{source}, row {rows[broken]}"
+            raise ValueError(f"{where}: the prompt holds half a character (surrogate); correct the row")
         encoded = tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"]
         for i, text in enumerate(chunk):
             if _BREAK in text:
-                encoded[i] = _with_mentions(text, tokenizer, special, f"{source}, row {start + i}")
+                encoded[i] = _with_mentions(text, tokenizer, special, f"{source}, row {rows[start + i]}")
         prompt_ids += [[shared.setdefault(token, token) for token in ids] for ids in encoded]
     if [] in prompt_ids:
-        raise ValueError(f"{source}, row {prompt_ids.index([])}: the prompt has 0 tokens; remove the row or fill it")
+        where = f"{source}, row {rows[prompt_ids.index([])]}"
+        raise ValueError(f"{where}: the prompt has 0 tokens; remove the row or fill it")
     return prompt_ids
 
 

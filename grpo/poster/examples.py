@@ -68,7 +68,7 @@ def load_demonstrations(cfg: Any, tokenizer: Any, processor: Any | None) -> list
     """
     examples = load_examples(cfg, cfg.train_data, "train", tokenizer, processor)
     posters = [json.dumps(json.loads(e.answer), ensure_ascii=False, separators=(",", ":")) for e in examples]
-    rows = demonstrations.of_texts(examples, posters, tokenizer, tokenizer.eos_token_id)
+    rows = demonstrations.of_texts(examples, posters, tokenizer, tokenizer.eos_token_id, cfg.train_data)
     kept = [row for row in rows if row.tokens <= cfg.max_tokens]
     fit = f"{cfg.train_data}: {len(kept)} of {len(rows)} records fit into max_tokens = {cfg.max_tokens}"
     require(len(kept) >= cfg.batch_size, fit, f"must be at least batch_size = {cfg.batch_size}",

@@ -27,7 +27,7 @@ from common.run import rules
 config.answer_early(globals())  # answers --help and wrong options before the slow imports
 from common.base import devices, distributed
 from common.loop import RewardSettings, Run, Sampler, Trainer, token_stats
-from common.loop.supervised import batch_of
+from common.loop.supervised import batch_of, require_fit
 from common.maths import losses
 from common.model import images, sources
 from common.planning import shapes
@@ -78,9 +78,8 @@ class Config(RewardSettings):
         return tuple(filter(None, (path.strip() for path in self.font_paths.split(","))))
 
     def __post_init__(self):
-        rules.check(self)  # rules that all scripts share
+        rules.check_supervised(self)
         checks.at_least(self, 1, "max_images")
-        checks.at_least(self, 2, "max_tokens")
 
 
 # metric: (least, most) in a healthy run, None: no limit; outside, the option on_collapse decides
@@ -113,6 +112,7 @@ def main(cfg: Config, rewards=()) -> None:
     visual = max(ids.count(processor.image_token_id) for ids in prompt_ids) if processor else 0
     run.require_memory(model=start_model, prompt_tokens=max(map(len, prompt_ids)), visual_tokens=visual)
     policy = SupervisedPosterPolicy(cfg, start_model, gpus, run.checkpoint, processor)
+    require_fit(policy.model, train_examples, cfg.train_data)
     scorer = PosterScorer(cfg, policy.tokenizer, rewards, run.checkpoint, eval_examples)
     optimizer = optim.AdamW(policy.model, cfg.learning_rate, cfg.weight_decay, offload=cfg.optimizer_offload)
     sampler = Sampler(cfg, policy, eval_examples, policy.suppressed_ids)

@@ -180,9 +180,7 @@ def test_replies_that_leave_a_thought_open_are_warned_of(tmp_path, capsys):
     assert "warning" in said and "1 rows, such as row 1" in said and "enable_thinking" in said
 
 
-def test_what_follows_an_end_token_in_a_reply_is_not_learned(tmp_path):
-    chat = turns("1 + 2", "3 <im_end> 7", "4 + 5", "9 <im_end> 8")
-    assert [completion for _, completion in learned(tmp_path, {"messages": chat})] == ["[3 <im_end>]", "[9 <im_end>]"]
+def test_an_end_token_at_the_end_of_a_reply_is_not_doubled(tmp_path):
     row = {"prompt": "1 + 2", "completion": "3 <im_end>"}  # one, not two
     assert learned(tmp_path, row) == [(FIRST, "[3 <im_end>]")]
 
@@ -215,7 +213,8 @@ def test_calls_that_cannot_be_learned_are_refused_with_row_and_remedy(tmp_path):
 
 @pytest.mark.parametrize(("row", "message"), [
     ({"prompt": "1 + 2"}, "no reply to learn; end `messages` with an assistant turn, or add a column `completion`"),
-    ({"messages": turns("1 + 2")}, "no reply to learn"), ({"prompt": "1 + 2", "completion": 3}, "no reply to learn"),
+    ({"messages": turns("1 + 2")}, "no reply to learn"),
+    ({"prompt": "1 + 2", "completion": 3}, "`completion` is int, expected text"),
     ({"prompt": "1 + 2", "completion": TWO}, "`completion` holds 4 turns, expected one .*`messages`"),
     ({"prompt": "1 + 2", "completion": turns("3")}, "`completion` holds 1 turns, expected one of the assistant"),
     ({"prompt": "1 + 2", "completion": []}, "`completion` holds 0 turns"),
@@ -283,8 +282,8 @@ def test_another_reply_is_another_data_set(tmp_path):
     assert len({first, *others}) == 4
 
 
-REPLIES = st.lists(st.sampled_from(["1", "+", "<think>", "</think>", "<im_end>", "."]), min_size=1, max_size=4)
-EXCHANGES = st.tuples(st.sampled_from(["1", "2 + 2", "."]), REPLIES.map(" ".join))
+REPLIES = st.lists(st.sampled_from(["1", "+", "<think>", "</think>", "."]), max_size=4)
+EXCHANGES = st.tuples(st.sampled_from(["1", "2 + 2", "."]), REPLIES.map(lambda words: " ".join([*words, "1"])))
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -309,6 +308,6 @@ def test_what_stands_before_a_reply_is_what_the_policy_would_see_there(tmp_path,
             stop = next((i for i in range(start, len(mask)) if not mask[i]), len(mask))
             assert ids[:start] == prompt
             reply = reply.removeprefix("<think> ") if prompt[-1] == THINK else reply
-            text = tokenizer(reply.partition("<im_end>")[0].strip(), add_special_tokens=False)["input_ids"]
+            text = tokenizer(reply.strip(), add_special_tokens=False)["input_ids"]
             assert ids[start:stop] == [*text, END]
     assert not any(expected.values())  # each reply is learned, once

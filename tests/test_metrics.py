@@ -101,9 +101,13 @@ def test_what_json_cannot_hold_is_null(log, value):
     log.add(loss=value, ratio_max=value, entropy=1.0)
     line = end_step(log, learning_rate=float(value))
     assert line["loss"] is line["ratio_max"] is line["learning_rate"] is None and line["entropy"] == 1.0
-    log.eval(1, eval_reward=float(value))
+    log.eval(1, 0.5, eval_reward=float(value))
     text = (log.out_dir / "metrics.jsonl").read_text()
-    assert "NaN" not in text and "Infinity" not in text and lines(log)[-1] == {"step": 1, "eval_reward": None}
+    assert (
+        "NaN" not in text
+        and "Infinity" not in text
+        and lines(log)[-1] == {"step": 1, "eval_reward": None, "seconds_eval": 0.5}
+    )
 
 
 def test_phases_are_timed_and_saving_in_a_line_of_its_own(log, monkeypatch):
@@ -205,14 +209,14 @@ def test_an_evaluation_is_due_before_a_new_run_or_where_one_was_cut_off(tmp_path
 
 
 def test_an_evaluation_is_a_line_of_its_own_and_says_what_it_leaves_out(log, capsys):
-    log.eval(0, eval_reward=0.25)
-    assert lines(log) == [{"step": 0, "eval_reward": 0.25}]
+    log.eval(0, 0.5, eval_reward=0.25)
+    assert lines(log) == [{"step": 0, "eval_reward": 0.25, "seconds_eval": 0.5}]
     assert "step 0: eval_reward 0.250" in capsys.readouterr().out
     found = metrics.mean_rewards([scored([1.0, 0.0]), scored([2.0])])
     ends = {"eval_reward_low": 1 - 1.96 / 3**0.5, "eval_reward_high": 1 + 1.96 / 3**0.5}
     assert found == pytest.approx({"eval_reward": 1.0} | ends) and capsys.readouterr().out == ""
-    log.eval(1, **found, **{"eval_reward[level=1]": 0.5})
-    assert lines(log)[-1] == {"step": 1, "eval_reward[level=1]": 0.5} | found
+    log.eval(1, 0.5, **found, **{"eval_reward[level=1]": 0.5})
+    assert lines(log)[-1] == {"step": 1, "eval_reward[level=1]": 0.5, "seconds_eval": 0.5} | found
     assert "step 1: eval_reward 1.000 [-0.132, 2.132]\n" in capsys.readouterr().out
     assert metrics.mean_rewards([scored([1.0, NAN]), scored([NAN])])["eval_reward"] == 1.0
     assert "2 of 3 rewards are NaN" in capsys.readouterr().out
@@ -275,7 +279,7 @@ def test_a_full_disk_names_file_and_remedy_and_ends_the_run_only_for_metrics(log
     for name in ("metrics.jsonl", "samples.jsonl"):
         (log.out_dir / name).symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"metrics.jsonl.* free: No space left on device; .* from its last checkpoint"):
-        log.eval(1, eval_reward=0.5)
+        log.eval(1, 0.5, eval_reward=0.5)
     for step in (1, 2):
         log.samples(step, examples(1), scored([1.0]), show=False)
     said = rf"warning: {log.out_dir}/samples.jsonl could not be written: .*No space left on device; the run goes on"
@@ -335,7 +339,7 @@ def events(log) -> EventAccumulator:
 
 def test_a_resumed_log_goes_on_after_the_checkpoint(tmp_path):
     first = Log(str(tmp_path), 0, 10, [CPU])
-    first.eval(0, eval_reward=0.0)
+    first.eval(0, 0.5, eval_reward=0.0)
     for step in (1, 2, 3):
         end_step(first, step)
         first.samples(step, examples(1), scored([1.0, 0.0]), show=False)
@@ -350,23 +354,23 @@ def test_a_resumed_log_goes_on_after_the_checkpoint(tmp_path):
     assert [line["step"] for line in lines(second) if "seconds_save" in line] == [2]
     assert [line["step"] for line in lines(second, "samples.jsonl")] == [1, 2]
     third = Log(str(tmp_path), 0, 10, [CPU])  # from nothing: also the evaluation before the first step is taken again
-    third.eval(0, eval_reward=0.25)
+    third.eval(0, 0.5, eval_reward=0.25)
     third.close()
-    assert lines(third) == [{"step": 0, "eval_reward": 0.25}]
+    assert lines(third) == [{"step": 0, "eval_reward": 0.25, "seconds_eval": 0.5}]
 
 
 def test_tensorboard_gets_the_same_numbers(log):
     log.add(loss=0.5)
     log.add(0, entropy=0.0)
     line = end_step(log, 1, learning_rate=1e-3)
-    log.eval(1, eval_reward=0.75)
+    log.eval(1, 0.5, eval_reward=0.75)
     with log.time_save(1):
         pass
     log.close()
     read = events(log)
     written = set(read.Tags()["scalars"])
     numbers = {name for name, value in line.items() if isinstance(value, float)}
-    assert written == numbers | {"eval_reward", "seconds_save"} and "entropy" not in written
+    assert written == numbers | {"eval_reward", "seconds_eval", "seconds_save"} and "entropy" not in written
     for name, value in (("loss", 0.5), ("eval_reward", 0.75)):
         assert [(e.step, e.value) for e in read.Scalars(name)] == [(1, value)]
 
@@ -402,7 +406,7 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
     with log.time("rollout"), log.time_save(1):
         pass
     log.end_step(1)
-    log.eval(1, eval_reward=1.0)
+    log.eval(1, 0.5, eval_reward=1.0)
     log.samples(1, examples(1), scored([1.0, 0.0]), show=True)
     log.print_above_bar("hello")
     log.close()
@@ -410,9 +414,9 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch, capsys):
 
 
 def test_a_name_with_half_a_character_reaches_tensorboard(log):
-    log.eval(1, **{"eval_reward[level=\ud800]": 0.5})
+    log.eval(1, 0.5, **{"eval_reward[level=\ud800]": 0.5})
     log.close()
     assert json.loads((log.out_dir / "metrics.jsonl").read_text())["eval_reward[level=\ud800]"] == 0.5
     read = EventAccumulator(str(log.out_dir / "tensorboard"))
     read.Reload()
-    assert read.Tags()["scalars"] == ["eval_reward[level=\\ud800]"]
+    assert set(read.Tags()["scalars"]) == {"eval_reward[level=\\ud800]", "seconds_eval"}

@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import test_distillation
 import torch
 from bounds import assert_rounded, rounding
 from comparing import TERMS, assert_close, comparable
-from conftest import assert_equal_weights, build_tokenizer, tiny_model, two_replicas
+from conftest import ROOT, assert_equal_weights, build_tokenizer, tiny_model, two_replicas
 from test_distillation import MODELS, ROWS, assert_same_values, model_of, own_logits
 from test_logprobs import COMPLETIONS, PROMPTS, ROUNDINGS, assert_same_gradients, gradients, pack
 from transformers import AutoModelForCausalLM
@@ -205,10 +206,14 @@ def test_a_step_writes_what_it_knows(plain):
     step = {"step", "completion_length", "completion_length_max", "truncated", "skipped_updates", "nll", "entropy",
             "token_accuracy", "loss", "grad_norm", "overflows", "learning_rate", "seconds", "seconds_data",
             "seconds_update", "tokens_per_second", "memory_gib", "host_memory_gib"}  # fmt: skip
-    evaluation = {"step", "eval_reward", "eval_reward_low", "eval_reward_high", "eval_nll", "eval_token_accuracy"}
+    evaluation = {"step", "eval_reward", "eval_reward_low", "eval_reward_high", "eval_nll", "eval_token_accuracy",
+                  "seconds_eval"}  # fmt: skip
     assert {frozenset(line) for line in plain.lines} == {
         frozenset(step), frozenset(evaluation), frozenset({"step", "seconds_save"})
     }  # fmt: skip
+    section = (ROOT / "gkd" / "README.md").read_text().split("### Metrics of fine-tuning\n")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == step | evaluation | {"seconds_save"}
     for line in plain.steps:
         assert line["seconds"] == pytest.approx(line["seconds_data"] + line["seconds_update"])
 
@@ -344,7 +349,7 @@ def test_held_out_replies_need_no_answer_and_no_evaluation_none(launcher, tmp_pa
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     unanswered = turns | dict(eval_data=tmp_path / "rows.jsonl", steps=1)
     run = launcher.run("sft", tmp_path / "run", **unanswered).succeeded()
-    assert {"step", "eval_nll", "eval_token_accuracy"} == set(run.lines[0])
+    assert {"step", "eval_nll", "eval_token_accuracy", "seconds_eval"} == set(run.lines[0])
     two = launcher.run("sft_ddp", tmp_path / "two", 2, **unanswered).succeeded()
     assert_close(two, run)
     none = launcher.run("sft", tmp_path / "none", **turns | dict(eval_data="", steps=1)).succeeded()

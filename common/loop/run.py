@@ -1,5 +1,6 @@
 """Everything around the loop of a training script: start, log, checkpoints, Ctrl-C and outages."""
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import date
@@ -197,8 +198,8 @@ class Run:
         return self.cfg.sample_every > 0 and step % self.cfg.sample_every == 0
 
     def eval_due(self, step: int) -> bool:
-        """Whether to evaluate after this step; `step == start` means before the first step."""
-        cfg = self.cfg
+        """Whether to evaluate after this step, which is timed from here on; `step == start`: before the first step."""
+        cfg, self._eval_began = self.cfg, time.perf_counter()
         if step == self.start:
             return self.log.evaluation_due(cfg)
         return bool(cfg.eval_data and cfg.eval_every) and (step % cfg.eval_every == 0 or step == cfg.steps)
@@ -211,10 +212,16 @@ class Run:
             values: measures by name, equal on every rank.
 
         Raises:
-            ValueError: none of them is the one that `best_by` names.
+            ValueError: none of them is the one that `best_by` names; the steps done are saved before.
         """
-        self.best.add(step, values)
-        self.log.eval(step, **values)
+        seconds = time.perf_counter() - self._eval_began
+        try:
+            self.best.add(step, values)
+        except ValueError:
+            if step > self.start:
+                self.save()
+            raise
+        self.log.eval(step, seconds, **values)
         if step == self.start and distributed.rank() == 0:  # a save before this start may have written a checkpoint
             checkpoint.link_best(self.cfg.out_dir, self.best.step)
 

@@ -229,13 +229,18 @@ class Log(StepMetrics):
             return False
         return self._start % cfg.eval_every == 0 or self._start == cfg.steps
 
-    def eval(self, step: int, **values: float) -> None:
-        """Writes the line of an evaluation after `step`; values are equal on every rank.
+    def eval(self, step: int, seconds: float, **values: float) -> None:
+        """Writes the line of an evaluation; values are equal on every rank.
 
         Printed are the measures with their intervals; those of single values of a column are only written.
+
+        Args:
+            step: steps done.
+            seconds: that it took.
+            **values: measures by name.
         """
         if self.is_main:
-            self._write({"step": step, **values})
+            self._write({"step": step, **values, "seconds_eval": seconds})
             ends = {f"{name}{end}" for name in values for end in ENDS}
             shown = [name for name in values if name not in ends and "[" not in name]
             self.print_above_bar(f"step {step}: " + ", ".join(_with_interval(name, values) for name in shown))

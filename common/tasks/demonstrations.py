@@ -276,8 +276,10 @@ def _divided(rows: Sequence[Demonstration], writer: _Writer, encode: Any) -> lis
         row, turns = rows[number], [(row_turn[1], ids, begun) for row_turn, ids, begun in group]
         steps = [ids for _, ids, _ in turns] + [row.prompt_ids]
         replies = []
-        for (turn, before, _), after in zip(turns, steps[1:], strict=True):
-            replies.append(_appended(row.prompt[turn], before, after, writer))
+        for (turn, before, begun), after in zip(turns, steps[1:], strict=True):
+            message = row.prompt[turn]
+            text = None if message.get("tool_calls") else message["content"].removeprefix(begun)
+            replies.append(_appended(text, before, after, writer))
         last = list(row.completion_ids)
         if None not in replies:
             result[number] = [_row(row, steps[0], list(zip(steps, [*replies, last], strict=True)))]
@@ -300,17 +302,17 @@ def _earlier_replies(prompt: str | list[dict]) -> list[int]:
     return [i for i in range(asked, len(roles)) if roles[i] == "assistant"]
 
 
-def _appended(turn: dict, before: list[int], after: list[int], writer: _Writer) -> list[int] | None:
+def _appended(text: str | None, before: list[int], after: list[int], writer: _Writer) -> list[int] | None:
     """The tokens of a reply between two prompts, of which one continues the other; None if it does not.
 
-    None, too, if the template does not write the reply there as the data hold it.
+    None, too, if the template does not write `text` there; a `text` of None may be anything, such as a call.
     """
     added = after[len(before) :]
     if after[: len(before)] != before or writer.end not in added:
         return None
     reply = _until_end(added, writer.end)
     written = writer.tokenizer.decode(reply[:-1], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return reply if turn.get("tool_calls") or written.strip() == turn["content"].strip() else None
+    return reply if text is None or written.strip() == text.strip() else None
 
 
 def _row(example: Example, prompt_ids: list[int], steps: Sequence[tuple[list[int], list[int]]]) -> Demonstration:

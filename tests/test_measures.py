@@ -379,3 +379,12 @@ def test_the_rate_of_a_run_follows_its_schedule(launcher, tmp_path):
     run = launcher.run("grpo", tmp_path, **options).succeeded()
     expected = [1e-3 * optim.schedule(step, 4, 1, "cosine", 0.5) for step in range(1, 5)]
     assert [line["learning_rate"] for line in run.steps] == expected and expected[-1] == 5e-4
+
+
+def test_a_wrong_name_on_a_resume_stops_the_run_only_after_its_steps_are_saved(launcher, tmp_path):
+    launcher.run("gspo", tmp_path, steps=2, kl_coef=0.0).succeeded()
+    options = dict(steps=5, kl_coef=0.0, eval_every=4, save_every=100, best_by="eval_pass_at_9")
+    run = launcher.run("gspo", tmp_path, **options)
+    assert run.codes == [1] and "best_by = 'eval_pass_at_9'" in run.output and "eval_reward" in run.output
+    assert run.checkpoints[-1] == "checkpoint-000004"
+    assert run.lines[-1] == {"step": 4, "seconds_save": run.lines[-1]["seconds_save"]}

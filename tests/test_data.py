@@ -455,8 +455,7 @@ def test_arguments_of_the_template_are_those_that_it_reads(tmp_path):
     for text in ("[]", "{", "5", '"a"', "[" * 10**5):
         with pytest.raises(ValueError, match=r"chat_template_kwargs = .*JSON object.*enable_thinking"):
             options.template_kwargs(text)
-    settings = {"template_kwargs": {"thinking": False}, "system_prompt": "", "apply_chat_template": True,
-                "eval_columns": ()}  # fmt: skip
+    settings = {"template_kwargs": {"thinking": False}, "system_prompt": "", "apply_chat_template": True}
     source = {"train_data": write_rows(tmp_path, ROWS), "eval_data": "", "eval_every": 0, "eval_examples": 1}
     source["eval_columns"] = ()
     examples, _ = load_data(SimpleNamespace(max_prompt_tokens=64, **settings, **source), tokenizer)

@@ -360,7 +360,9 @@ def samples_no_batch(module) -> None:
     rollout.Sampler.generate = generate_few
 
 
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if not name.startswith("gkd") and "multi" not in name])
+@pytest.mark.parametrize(
+    "script", [name for name in SCRIPTS if not name.startswith(("gkd", "sft")) and "multi" not in name]
+)
 def test_a_service_scores_in_place_of_the_reward_of_the_script(launcher, fake, tmp_path, script):
     own = dict(similarity_model="ngrams") if script == "similarity_grpo" else {}
     run = launcher.run(script, tmp_path / "run", rewards=[never], steps=2, reward_url=fake.url, **own).succeeded()

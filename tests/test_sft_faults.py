@@ -1,12 +1,12 @@
 """Conversations as people have them, and what a fine-tuning script says of those that it cannot learn."""
 
 import pytest
-from conftest import build_model
+from conftest import SCRIPTS, build_model
 from test_data import CHAT_TEMPLATE, VOCABULARY, assistant, make_tokenizer, system, user, write_bytes, write_rows
 
 from common.loop import supervised
+from common.planning import layouts
 from common.tasks import demonstrations
-from gkd import sft
 
 END = VOCABULARY["<im_end>"]
 ASKING = CHAT_TEMPLATE + (  # as Qwen3.5 has it: a chat without a user is refused
@@ -128,5 +128,6 @@ def test_a_conversation_that_the_policy_cannot_read_is_an_error_at_the_start(cap
 
 @pytest.mark.parametrize(("option", "value"), [("drafts", True), ("truncated", "mask"), ("print_samples", True)])
 def test_options_of_sampling_are_refused(option, value):
+    module, _ = layouts.load(SCRIPTS["sft"], [])
     with pytest.raises(ValueError, match=f"{option} = {value!r}: the replies are given, not sampled"):
-        sft.Config(**{option: value})
+        module.Config(**{option: value})

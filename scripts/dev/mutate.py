@@ -79,10 +79,10 @@ MUTATIONS = [Mutation(*fields) for fields in (
     # supervised fine-tuning
     ("learned-shift", "off by one", "common/tasks/demonstrations.py", "[0] * len(between) + [1] * len(reply)",
      "[0] * (len(between) + 1) + [1] * (len(reply) - 1)", "demonstrations"),
-    ("reply-end", "mask", "common/tasks/demonstrations.py", "return ids[: ids.index(end) + 1]",
-     "return ids[: ids.index(end)]", "demonstrations"),
+    ("reply-end", "mask", "common/tasks/demonstrations.py", "self._before_end(ids, rows[i]), self.end]",
+     "self._before_end(ids, rows[i])]", "demonstrations"),
     ("prefix-of-turns", "check", "common/tasks/demonstrations.py",
-     "if after[: len(before)] != before or end not in added:", "if end not in added:", "demonstrations"),
+     "if after[: len(before)] != before or writer.end not in added:", "if writer.end not in added:", "demonstrations"),
     ("learned-count", "factor", "common/generation/batches.py", "self.lengths[self.trained].sum() - left_out",
      "self.lengths[self.trained].sum()", "sft"),
     ("cross-entropy-sign", "sign", "common/maths/divergences.py", "q_nV - is_token_nV.float()",

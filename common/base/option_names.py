@@ -17,8 +17,8 @@ from common.base import settings
 TABLE = Path(__file__).with_name("option_names.csv")
 PAGE = "docs/coming_from.md"
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ("gspo/gspo.py", "grpo/grpo.py", "grpo/similarity_grpo.py", "gkd/gkd.py", "grpo/poster/poster_grpo.py",
-           "gkd/teacher_server.py", "grpo/poster/reward_server.py")  # fmt: skip
+SCRIPTS = ("gspo/gspo.py", "grpo/grpo.py", "grpo/similarity_grpo.py", "gkd/gkd.py", "gkd/sft.py",
+           "grpo/poster/poster_grpo.py", "gkd/teacher_server.py", "grpo/poster/reward_server.py")  # fmt: skip
 CLOSE = 0.8  # similarity from which a name counts as mistyped; num_generations and num_minibatches have 0.53
 
 

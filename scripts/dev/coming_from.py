@@ -25,8 +25,9 @@ gspo.py: error: unknown option --num_generations: a name of TRL and ms-swift, he
 
 ## A whole command
 
-1. Choose the script: `grpo/grpo.py` or `gspo/gspo.py` for RL, `gkd/gkd.py` for distillation. On
-   several GPUs take the file beside it that ends in `_multigpu` (one process) or `_ddp` (torchrun).
+1. Choose the script: `grpo/grpo.py` or `gspo/gspo.py` for RL, `gkd/gkd.py` for distillation,
+   `gkd/sft.py` for supervised fine-tuning. On several GPUs take the file beside it that ends in
+   `_multigpu` (one process) or `_ddp` (torchrun).
 2. Write the reward into the script, or a copy of it: a function, in `REWARDS` with its weight.
 3. Count prompts, not completions: `batch_size` is the prompts of a step over all GPUs, `group_size`
    the completions of each, `num_minibatches` the optimizer steps per rollout. `micro_batch_tokens`

@@ -31,8 +31,13 @@ except ImportError as error:
 PANELS = (
     {"reward": "Reward"},
     {"completion_length": "Completion length (tokens)"},
-    {"clip_fraction": "Clip fraction", "divergence": "Loss (nats per token)"},
-    {"kl_ref": "KL to reference (nats)", "kl_old": "KL to rollout policy (nats)", "reverse_kl": "KL to teacher (nats)"},
+    {"clip_fraction": "Clip fraction", "divergence": "Loss (nats per token)", "nll": "Loss (nats per token)"},
+    {
+        "kl_ref": "KL to reference (nats)",
+        "kl_old": "KL to rollout policy (nats)",
+        "reverse_kl": "KL to teacher (nats)",
+        "token_accuracy": "Token accuracy",
+    },
     {"entropy": "Entropy (nats per token)"},
     {"grad_norm": "Gradient norm"},
     {"seconds": "Time per step (s)"},
@@ -95,8 +100,9 @@ def rolling_mean(values: np.ndarray) -> np.ndarray:
 
 
 def draw_panel(axis: plt.Axes, titles: dict[str, str], runs: dict[str, list[dict]]) -> None:
-    """Draws one metric of all runs that logged it into a panel."""
-    name = next((name for name in titles if any(len(series(rows, name)[0]) for rows in runs.values())), None)
+    """Draws one metric of all runs that logged it, in steps or evaluations, into a panel."""
+    logged = {key for rows in runs.values() for row in rows for key, value in row.items() if value not in (None, [])}
+    name = next((name for name in titles if {name, f"eval_{name}"} & logged), None)
     axis.set_title(titles[name or next(iter(titles))], loc="left")
     axis.spines[["top", "right"]].set_visible(False)
     if name is None:
@@ -106,7 +112,7 @@ def draw_panel(axis: plt.Axes, titles: dict[str, str], runs: dict[str, list[dict
     for color, rows in zip(COLORS, runs.values(), strict=False):
         steps, values = series(rows, name)
         marker = "." if len(steps) == 1 else ""  # a line through one point is invisible
-        if name not in UNSMOOTHED:
+        if name not in UNSMOOTHED and len(values):
             axis.plot(steps, values, color=color, alpha=0.22, linewidth=0.9)
             values = rolling_mean(values)
         axis.plot(steps, values, color=color, linewidth=1.2 if name in UNSMOOTHED else 1.8, marker=marker)

@@ -31,7 +31,7 @@ NUM_SAMPLES = 4  # prompts per entry in samples.jsonl
 LEAST_ROOM = 2**16  # bytes on the disk of TensorBoard's events, to open a file there
 ENDS = ("_low", "_high")  # of the names of the ends of an interval
 IN_BAR = {"reward": "reward", "len": "completion_length", "clip": "clip_fraction", "div": "divergence",
-          "tok/s": "tokens_per_second"}  # fmt: skip
+          "nll": "nll", "tok/s": "tokens_per_second"}  # fmt: skip
 
 
 class StepMetrics:

@@ -288,7 +288,7 @@ def levels_file(launcher, tmp_path):
     return path
 
 
-@pytest.mark.parametrize("by", ["row", "level"])
+@pytest.mark.parametrize("by", [pytest.param("row", marks=pytest.mark.parity), "level"])
 def test_a_run_that_is_resumed_is_one_that_was_not(launcher, levels_file, tmp_path, by):
     options = dict(train_data=levels_file, curriculum=by, dynamic_sampling=1, eval_data="", rewards=[levels])
     straight = launcher.run("gspo", tmp_path / "straight", steps=6, **options).succeeded()
@@ -305,6 +305,7 @@ def test_a_run_that_is_resumed_is_one_that_was_not(launcher, levels_file, tmp_pa
         assert all(sum(share) == pytest.approx(1) for share in shares)
 
 
+@pytest.mark.parity
 def test_a_curriculum_begins_and_ends_in_the_middle_of_a_run(launcher, levels_file, tmp_path):
     options = dict(train_data=levels_file, eval_data="", save_every=1, rewards=[levels])
     for steps, by in ((1, ""), (2, "level"), (3, ""), (4, "row")):

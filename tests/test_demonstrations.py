@@ -286,7 +286,7 @@ REPLIES = st.lists(st.sampled_from(["1", "+", "<think>", "</think>", "."]), max_
 EXCHANGES = st.tuples(st.sampled_from(["1", "2 + 2", "."]), REPLIES.map(lambda words: " ".join([*words, "1"])))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     chats=st.lists(st.lists(EXCHANGES, min_size=1, max_size=3), min_size=1, max_size=4),
     template=st.sampled_from([TEMPLATE, DROPS, STRIPS, NO_END, OPENS, OPENS_AND_DROPS, COUNTS]),

@@ -295,7 +295,7 @@ def test_a_run_without_a_best_says_why(launcher, tmp_path):
     assert "/best" not in run.output
 
 
-@pytest.mark.parametrize("kind", ["gspo", "gkd"])
+@pytest.mark.parametrize("kind", ["gspo", pytest.param("gkd", marks=pytest.mark.parity)])
 def test_a_run_killed_between_evaluation_and_save_goes_on_as_if_nothing_had_happened(launcher, tmp_path, kind):
     options = dict(rewards=[UP_AND_DOWN], **EVERY | dict(save_every=1, keep_checkpoints=9))
     straight = launcher.run(kind, tmp_path / "straight", steps=5, **options).succeeded()

@@ -330,6 +330,7 @@ def test_adapters_are_trained_alone_and_saved_merged_or_not(launcher, turns):
     assert (folder / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.parity
 def test_the_loss_falls_and_rl_starts_from_the_best_checkpoint(launcher, tmp_path):
     options = dict(steps=120, learning_rate=1e-2, batch_size=8, eval_every=40, best_by="eval_token_accuracy")
     tuned = launcher.run("sft", tmp_path / "sft", **options).succeeded()
@@ -344,6 +345,7 @@ def test_the_loss_falls_and_rl_starts_from_the_best_checkpoint(launcher, tmp_pat
     assert run.steps[0]["truncated"] < before.steps[0]["truncated"]  # it has learned to end
 
 
+@pytest.mark.parity
 def test_held_out_replies_need_no_answer_and_no_evaluation_none(launcher, tmp_path, turns):
     rows = [{"prompt": "1 + 2 = ?", "completion": str(i)} for i in range(6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -63,14 +63,12 @@ class TokenLosses(LogProbs):
     Attributes:
         shared: number of token ids that the loss is over, the first ones.
         values: names of the per-token metrics; the first is the loss.
+        target: what the loss compares the model with, on a device.
     """
 
     shared: int
     values: tuple[str, ...]
-
-    def target(self, device: torch.device) -> "Full | TopK | Tokens":
-        """What the loss compares the model with, on a device."""
-        raise NotImplementedError
+    target: Callable[[torch.device], "Full | TopK | Tokens"]
 
     def forward(
         self,

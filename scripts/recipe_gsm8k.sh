@@ -5,14 +5,14 @@
 #   MODEL=models/smollm2 TRAIN=train.jsonl TEST=test.jsonl OUT=runs/mine bash scripts/recipe_gsm8k.sh
 # The model is never chosen by the test set: each stage keeps its last step. Started again, the recipe goes on where it
 # stopped; another OUT starts anew. With two GPUs, GSPO and GRPO run side by side.
-# Sizes (environment): SFT_STEPS 234, RL_STEPS 250, GKD_STEPS 150, KEEP 20 layers of the student, TOKENS 300 of a
+# Sizes (environment): SFT_STEPS 234, RL_STEPS 300, GKD_STEPS 100, KEEP 20 layers of the student, TOKENS 300 of a
 # completion, SAMPLES 8 of each test problem beside the greedy one; 0: none
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 MODEL=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct} OUT=${OUT:-runs/gsm8k}
 TRAIN=${TRAIN:-openai/gsm8k:main} TEST=${TEST:-$TRAIN}
-SFT_STEPS=${SFT_STEPS:-234} RL_STEPS=${RL_STEPS:-250} GKD_STEPS=${GKD_STEPS:-150}
+SFT_STEPS=${SFT_STEPS:-234} RL_STEPS=${RL_STEPS:-300} GKD_STEPS=${GKD_STEPS:-100}
 KEEP=${KEEP:-20} TOKENS=${TOKENS:-300} SAMPLES=${SAMPLES:-8}
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 data=(--train_data "$TRAIN" --eval_data "$TEST" --eval_examples 1000000 --max_new_tokens "$TOKENS" --best_by "")
@@ -42,7 +42,7 @@ measure sft "$sft"
 
 # 2. reinforcement from there: 128 problems x 8 samples a step
 reinforce() { # name and script
-    train "$1" "$RL_STEPS" "$2" --policy_model "$sft" --batch_size 128 --group_size 8 --learning_rate 2e-5 --eval_every 25
+    train "$1" "$RL_STEPS" "$2" --policy_model "$sft" --batch_size 128 --group_size 8 --learning_rate 2e-5 --eval_every 20
 }
 gpus=$("$PYTHON" -c "import torch; print(torch.cuda.device_count())")
 if [ "$gpus" -ge 2 ]; then

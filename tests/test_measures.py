@@ -16,7 +16,7 @@ from test_disk import save
 
 from common.base import distributed, storage
 from common.loop import sampler as sampling
-from common.run import branches, checkpoint, checkpoint_files, metrics, rules
+from common.run import branches, checkpoint, checkpoint_files, measures, metrics, rules
 from common.run.best import Best
 from common.tasks import accuracy
 from common.tasks.data import Example
@@ -92,7 +92,7 @@ LEVELS = [{"level": 3, "topic": "a b"}, {"level": 3, "topic": None}, {"level": 5
 
 def test_rewards_are_averaged_over_rows_with_the_same_value():
     parts = [scored([1.0, 0.0]), scored([NAN, 0.5])]
-    found = metrics.mean_rewards(parts, examples(LEVELS), ("topic", "level"))
+    found = measures.mean_rewards(parts, examples(LEVELS), ("topic", "level"))
     assert {name: value for name, value in found.items() if "[" in name} == {
         "eval_reward[level=3]": 0.5, "eval_reward[level=5]": 0.5, "eval_reward[topic=a b]": 0.75,
     }  # fmt: skip
@@ -117,8 +117,8 @@ def test_a_column_that_tells_no_rows_apart_is_refused():
 def means_of_two_ranks(rank: int, ranks: int, folder: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
     rows = examples(LEVELS)[rank::ranks]
-    found = metrics.mean_rewards([scored([[1.0, 0.0, 1.0, 0.0][e.index] for e in rows])], rows, ["level"])
-    found |= metrics.mean_values(sampling.accuracies_of(scored(4 * [1.0], reward=[1.0, rank, 0.0, 0.0]), 2), True)
+    found = measures.mean_rewards([scored([[1.0, 0.0, 1.0, 0.0][e.index] for e in rows])], rows, ["level"])
+    found |= measures.mean_values(sampling.accuracies_of(scored(4 * [1.0], reward=[1.0, rank, 0.0, 0.0]), 2), True)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.barrier()
 
@@ -126,7 +126,7 @@ def means_of_two_ranks(rank: int, ranks: int, folder: str) -> None:
 def test_intervals_and_columns_are_over_all_ranks(launcher, tmp_path):
     launcher.run_function(means_of_two_ranks, 2, (str(tmp_path),))
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    together = metrics.mean_rewards([scored([1.0, 0.0, 1.0, 0.0])], examples(LEVELS), ["level"])
+    together = measures.mean_rewards([scored([1.0, 0.0, 1.0, 0.0])], examples(LEVELS), ["level"])
     assert found[0] == found[1] and together.items() <= found[0].items()
     assert found[0]["eval_pass_at_2"] == 0.5 and found[0]["eval_pass_at_1"] == 0.375
     ends = accuracy.interval([1.0, 0.0, 1.0, 0.0])

@@ -16,7 +16,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from common.base import storage
 from common.generation.batches import RolloutBatch
-from common.run import metrics
+from common.run import measures, metrics
 from common.run.metrics import Log, keep_lines
 from common.tasks.data import Example
 from common.tasks.scoring import Scored
@@ -212,18 +212,18 @@ def test_an_evaluation_is_a_line_of_its_own_and_says_what_it_leaves_out(log, cap
     log.eval(0, 0.5, eval_reward=0.25)
     assert lines(log) == [{"step": 0, "eval_reward": 0.25, "seconds_eval": 0.5}]
     assert "step 0: eval_reward 0.250" in capsys.readouterr().out
-    found = metrics.mean_rewards([scored([1.0, 0.0]), scored([2.0])])
+    found = measures.mean_rewards([scored([1.0, 0.0]), scored([2.0])])
     ends = {"eval_reward_low": 1 - 1.96 / 3**0.5, "eval_reward_high": 1 + 1.96 / 3**0.5}
     assert found == pytest.approx({"eval_reward": 1.0} | ends) and capsys.readouterr().out == ""
     log.eval(1, 0.5, **found, **{"eval_reward[level=1]": 0.5})
     assert lines(log)[-1] == {"step": 1, "eval_reward[level=1]": 0.5, "seconds_eval": 0.5} | found
     assert "step 1: eval_reward 1.000 [-0.132, 2.132]\n" in capsys.readouterr().out
-    assert metrics.mean_rewards([scored([1.0, NAN]), scored([NAN])])["eval_reward"] == 1.0
+    assert measures.mean_rewards([scored([1.0, NAN]), scored([NAN])])["eval_reward"] == 1.0
     assert "2 of 3 rewards are NaN" in capsys.readouterr().out
-    assert math.isnan(metrics.mean_rewards([])["eval_reward"])
-    assert math.isnan(metrics.mean_rewards([scored([NAN])])["eval_reward"])
+    assert math.isnan(measures.mean_rewards([])["eval_reward"])
+    assert math.isnan(measures.mean_rewards([scored([NAN])])["eval_reward"])
     several = [scored([1.2, 0.0], task=[1.0, 0.0], form=[0.2, NAN]), scored([NAN], task=[NAN], form=[1.0])]
-    found = metrics.mean_rewards([*several, scored([0.0], task=[0.0], late=[3.0])])
+    found = measures.mean_rewards([*several, scored([0.0], task=[0.0], late=[3.0])])
     found = {name: value for name, value in found.items() if not name.endswith(("_low", "_high"))}
     expected = {"eval_reward": 0.4, "eval_reward_task": 1 / 3, "eval_reward_form": 0.6, "eval_reward_late": 3}
     assert found == pytest.approx(expected)

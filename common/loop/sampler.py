@@ -17,7 +17,7 @@ from common.loop.scorer import Scorer
 from common.maths import advantages
 from common.model import sources
 from common.model.images import Images
-from common.run import metrics
+from common.run import measures
 from common.run.metrics import Log
 from common.tasks import accuracy
 from common.tasks.data import Example, PromptStream
@@ -147,8 +147,7 @@ def evaluate(
         for part in [examples[i : i + size] for i in range(0, len(examples), size)]:
             greedy.append(scorer.score(part, sampler.sample(part, temperature=0), step))
         accuracies = sampled_accuracies(cfg, sampler, scorer.score, examples, step)
-    means = metrics.mean_rewards(greedy, examples, cfg.eval_columns)
-    return means | metrics.mean_values(accuracies, intervals=True)
+    return measures.mean_rewards(greedy, examples, cfg.eval_columns, accuracies)
 
 
 def sampled_accuracies(

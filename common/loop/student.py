@@ -18,7 +18,7 @@ from common.loop.sampler import Sampler, sampled_accuracies
 from common.loop.scorer import check_functions, collate
 from common.loop.trainer import Counts, Stats
 from common.model import logprobs
-from common.run import checkpoint, interrupts, metrics
+from common.run import checkpoint, interrupts, measures
 from common.tasks import data, scoring
 from common.tasks.data import Example, PromptStream
 from common.tasks.scoring import Scored
@@ -257,6 +257,5 @@ def evaluate(
         accuracies = sampled_accuracies(cfg, sampler, functools.partial(scorer.score, least=1), answered, step)
     totals = {name: [distributed.sum_over_ranks(x) for x in pair] for name, pair in sums.items()}
     means = {f"eval_{name}": total / count for name, (total, count) in totals.items() if count}
-    rewards = metrics.mean_rewards(greedy, examples, cfg.eval_columns)
-    rewards |= metrics.mean_values(accuracies, intervals=True)
+    rewards = measures.mean_rewards(greedy, examples, cfg.eval_columns, accuracies)
     return means if math.isnan(rewards["eval_reward"]) else rewards | means

@@ -20,7 +20,7 @@ from common.loop.sampler import Sampler, sampled_accuracies
 from common.loop.student import AnsweredScorer
 from common.loop.trainer import Counts
 from common.model import positions, sources
-from common.run import metrics
+from common.run import measures
 from common.tasks import accuracy, demonstrations
 from common.tasks.demonstrations import Demonstration
 from common.training import budgets
@@ -175,6 +175,5 @@ def evaluate(
     totals = {name: distributed.sum_over_ranks(total) for name, total in sums.items()}
     count = totals.pop("tokens")
     means = {f"eval_{name}": total / count for name, total in totals.items() if count}
-    rewards = metrics.mean_rewards(greedy, examples, cfg.eval_columns)
-    rewards |= metrics.mean_values(accuracies, intervals=True)
+    rewards = measures.mean_rewards(greedy, examples, cfg.eval_columns, accuracies)
     return means if math.isnan(rewards["eval_reward"]) else rewards | means

@@ -5,11 +5,10 @@ The README of each algorithm explains its metrics.
 
 import contextlib
 import json
-import math
 import os
 import resource
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -22,14 +21,12 @@ from tqdm import tqdm
 from common.base import devices, distributed, storage
 from common.generation.batches import RolloutBatch
 from common.maths import advantages
-from common.run import branches
-from common.tasks import accuracy
+from common.run import branches, measures
 from common.tasks.data import Example
 from common.tasks.scoring import Scored
 
 NUM_SAMPLES = 4  # prompts per entry in samples.jsonl
 LEAST_ROOM = 2**16  # bytes on the disk of TensorBoard's events, to open a file there
-ENDS = ("_low", "_high")  # of the names of the ends of an interval
 IN_BAR = {"reward": "reward", "len": "completion_length", "clip": "clip_fraction", "div": "divergence",
           "nll": "nll", "tok/s": "tokens_per_second"}  # fmt: skip
 
@@ -241,9 +238,9 @@ class Log(StepMetrics):
         """
         if self.is_main:
             self._write({"step": step, **values, "seconds_eval": seconds})
-            ends = {f"{name}{end}" for name in values for end in ENDS}
+            ends = {f"{name}{end}" for name in values for end in measures.ENDS}
             shown = [name for name in values if name not in ends and "[" not in name]
-            self.print_above_bar(f"step {step}: " + ", ".join(_with_interval(name, values) for name in shown))
+            self.print_above_bar(f"step {step}: " + ", ".join(measures.with_interval(name, values) for name in shown))
 
     def samples(self, step: int, examples: list[Example], scored: Scored, show: bool) -> None:
         """Writes samples to read: the first completion of each of the first NUM_SAMPLES prompts.
@@ -369,73 +366,6 @@ class Board:
                 raise
 
 
-def mean_rewards(
-    parts: Iterable[Scored], examples: Sequence[Example] = (), columns: Sequence[str] = ()
-) -> dict[str, float]:
-    """Mean rewards of an evaluation over all ranks, NaN if nothing was scored; a collective.
-
-    Args:
-        parts: scored completions of this rank, possibly none; unscored ones are left out, and
-            counted in a warning.
-        examples: their rows, one for each completion; only for `columns`.
-        columns: of the rows; rewards are also averaged over the rows with the same value.
-
-    Returns:
-        `eval_reward` with its 95 % interval, `eval_reward_<name>` of each reward function if there
-        are several, and `eval_reward[<column>=<value>]`.
-    """
-    values, rewards = [], []
-    for part in parts:
-        rewards += part.rewards.tolist()
-        names = part.by_function if len(part.by_function) > 1 else ()
-        values += [{f"eval_reward_{name}": x} for name in names for x in part.by_function[name].tolist()]
-    missing = distributed.sum_over_ranks(sum(map(math.isnan, rewards)))
-    if missing:
-        count = distributed.sum_over_ranks(len(rewards))
-        distributed.print_main(f"warning: evaluation: {missing:.0f} of {count:.0f} rewards are NaN and left out")
-    means = {"eval_reward": math.nan} | mean_values([{"eval_reward": x} for x in rewards], intervals=True)
-    return means | mean_values(values) | mean_by_column(rewards, examples, columns)
-
-
-def mean_by_column(rewards: Sequence[float], examples: Sequence[Example], columns: Sequence[str]) -> dict[str, float]:
-    """Mean rewards over the rows with the same value of a column, over all ranks; a collective.
-
-    Args:
-        rewards: of this rank, one for each example; NaN is left out.
-        examples: of this rank.
-        columns: of the rows, as in `accuracy.labels`.
-
-    Returns:
-        `eval_reward[<column>=<value>]`, sorted by name. Rows without a value are in none.
-    """
-    rows = []
-    for example, reward in zip(examples, rewards, strict=True) if columns else ():
-        rows.append({f"eval_reward{label}": reward for label in accuracy.labels(example.columns, columns)})
-    return dict(sorted(mean_values(rows).items()))
-
-
-def mean_values(rows: Iterable[Mapping[str, float]], intervals: bool = False) -> dict[str, float]:
-    """Means over all ranks by name; NaN is left out, and so is a name without values; a collective.
-
-    Args:
-        rows: values of this rank by name; a row need not have every name.
-        intervals: also the ends of the 95 % interval of each mean, `<name>_low` and `<name>_high`.
-    """
-    values: dict[str, list[float]] = {}
-    for row in rows:
-        for name, value in row.items():
-            if not math.isnan(value):
-                values.setdefault(name, []).append(value)
-    by_rank = distributed.gather_objects(values)
-    means = {}
-    for name in dict.fromkeys(name for own in by_rank for name in own):
-        found = [value for own in by_rank for value in own.get(name, ())]
-        means[name] = sum(found) / len(found)
-        if intervals:
-            means |= zip((f"{name}{end}" for end in ENDS), accuracy.interval(found), strict=True)
-    return means
-
-
 def _to_host(values: list[float | torch.Tensor]) -> list[float]:
     """Copies all numbers of a step to the host, with one sync per device, not per number."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
@@ -491,12 +421,6 @@ def _evaluations(path: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl that hold the results of an evaluation."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     return [line for line in lines if any(name.startswith("eval_") for name in line)]
-
-
-def _with_interval(name: str, values: Mapping[str, float]) -> str:
-    """A measure with its interval, if it has one, as text."""
-    low, high = (values.get(f"{name}{end}", math.nan) for end in ENDS)
-    return f"{name} {values[name]:.3f}" + ("" if math.isnan(low) else f" [{low:.3f}, {high:.3f}]")
 
 
 def _finite(value: Any) -> Any:

@@ -12,7 +12,7 @@ from common.base import distributed
 from common.generation.batches import RolloutBatch
 from common.loop import Sampler
 from common.loop.scorer import check_functions, collate, find_service
-from common.run import metrics
+from common.run import measures
 from common.tasks import scoring
 from common.tasks.data import Example
 from common.tasks.scoring import Scored
@@ -130,6 +130,6 @@ def evaluate(
     count = distributed.sum_over_ranks(len(examples))
     if missing := count - pairs.get("reward", [0, 0])[1]:
         distributed.print_main(f"warning: evaluation: {missing} of {count} rewards are NaN and left out")
-    means = metrics.mean_values([{"eval_reward": reward} for reward in rewards], intervals=True)
+    means = measures.mean_values([{"eval_reward": reward} for reward in rewards], intervals=True)
     means |= {f"eval_{name}": total / count for name, (total, count) in pairs.items() if count}
-    return dict(sorted(means.items())) | metrics.mean_by_column(rewards, examples, cfg.eval_columns)
+    return dict(sorted(means.items())) | measures.mean_by_column(rewards, examples, cfg.eval_columns)

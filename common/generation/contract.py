@@ -17,7 +17,7 @@ from common.model.modes import eval_mode
 
 NEW_TOKENS, GROUP_SIZE = 8, 4  # in a group of two, the second may never outlive the first
 MAX_ROWS = 2 * GROUP_SIZE  # the third prompt waits
-PROMPTS = ([7, 4, 9, 3, 5], [6, 8], [9, 3, 4, 6, 8, 5, 9, 7, 3, 4, 8])
+PROMPTS = ([7, 4, 9, 3, 5], [6, 8], [9, 3, 4, 6, 8, 5, 9, 7, 3, 4, 8])  # numbers for `agreement.token_ids`
 END_EVERY = 5  # every fifth token of the vocabulary ends a completion
 
 Decode = Callable[..., Generator[None, None, tuple[torch.Tensor, torch.Tensor]]]
@@ -45,7 +45,8 @@ def differ(
         allows; infinite if only the path is not finite, NaN if the plain pass is not either.
     """
     long = PROMPTS[0] * (1 + longest // len(PROMPTS[0]))
-    prompts = [long[: max(longest, len(PROMPTS[0]))], *PROMPTS[1:]]
+    numbers = [long[: max(longest, len(PROMPTS[0]))], *PROMPTS[1:]]
+    prompts = [agreement.token_ids(model, row) for row in numbers]
     sampling = Sampling(1.0, 1.0, 0, 0.0, 0)
     steps = decode(prompts, GROUP_SIZE, uniforms(0, 0, range(len(prompts)), GROUP_SIZE, NEW_TOKENS), sampling, MAX_ROWS)
     try:
@@ -58,21 +59,23 @@ def differ(
             plain_is_finite = all(x.isfinite().all() for x in agreement.plain_states(model, prompts))
         return math.inf if plain_is_finite else math.nan, 0.0
     ends, suppressed = (torch.tensor(list(x), device=model.device).long() for x in (end_ids(model), suppressed_ids))
-    differences, spreads = [], []
+    differences, spreads, rows = [], [], []
     with eval_mode(model):
         for b, tokens_T in enumerate(tokens_BT):
             prompt, new = prompts[b // GROUP_SIZE], tokens_T[tokens_T >= 0]
-            row = torch.tensor([[*prompt, *new.tolist()]], device=model.device)
+            rows.append([*prompt, *new.tolist()])
+            row = torch.tensor(rows[-1:], device=model.device)
             logits = model(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 : -1].float().to(model.device)
             spreads.append(logits.std())
             plain = distribution(logits, sampling, 0, ends, suppressed).log_softmax(-1)
             plain = plain.gather(-1, new[:, None]).squeeze(-1)
             differences.append((plain - logps_BT[b, : len(new)]).abs())
     by_prompt = [torch.cat(differences[i : i + GROUP_SIZE]).mean() for i in range(0, len(differences), GROUP_SIZE)]
+    error, spread = torch.stack(by_prompt).amax().item(), torch.stack(spreads).mean().item()
     # a relative error of hidden states moves a logit by that share of their spread, a
     # log-probability by twice as much
-    allowed = 2 * agreement.rounding(model) * torch.stack(spreads).mean().item() + 1e-5
-    return torch.stack(by_prompt).amax().item(), allowed
+    allowed = agreement.allowed(error / (2 * spread) if spread else error, model, rows[::GROUP_SIZE])
+    return error, 2 * allowed * spread + 1e-5
 
 
 def forbid_syncs(step: Callable) -> Callable:

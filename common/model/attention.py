@@ -331,19 +331,19 @@ def _examine(model: nn.Module, decoder: nn.Module) -> Support:
     if not (expected := states.num_attention_layers(decoder)):
         return _neither("it has no attention layers")
     kept = states.kept_by(decoder)
-    first, second = [1, 2, 3, 4], [5, 3, 1, 2] if kept else [5, 3, 1]
-    ids, lengths = torch.tensor([first + second], device=model.device), [len(first), len(second)]
-    alone = [decoder(input_ids=x, use_cache=False).last_hidden_state[0] for x in ids.split(lengths, dim=1)]
+    rows = [agreement.token_ids(model, numbers) for numbers in ([1, 2, 3, 4], [5, 3, 1, 2] if kept else [5, 3, 1])]
+    ids, lengths = torch.tensor([[*rows[0], *rows[1]]], device=model.device), [len(row) for row in rows]
+    alone = agreement.plain_states(model, rows)
     decoder.set_attn_implementation(NAME)
     probe = Probe.of(lengths, model.device)
     if kept:  # rows of one length
         ids = ids.view(2, -1)
         path: AttentionPath = Padded(probe, torch.ones_like(ids, dtype=torch.bool))
-        positions = torch.arange(len(first), device=model.device).expand(2, -1)
+        positions = torch.arange(lengths[0], device=model.device).expand(2, -1)
     else:
         path, positions = probe, torch.cat([torch.arange(n, device=model.device) for n in lengths])[None]
     hidden = decoder(input_ids=ids, position_ids=positions, **inputs(model.device, path)).last_hidden_state
-    hidden, alone = hidden.flatten(0, 1), torch.cat(alone)
+    hidden = hidden.flatten(0, 1).split(lengths)
     modules = {layer.module for layer in probe.seen}
     if len(modules) > expected:
         return _neither("some of its layers read the keys and values of others")
@@ -355,9 +355,8 @@ def _examine(model: nn.Module, decoder: nn.Module) -> Support:
         return _neither("its layers differ in their number of heads")
     if probe.unsupported:
         return _neither(f"it has {probe.unsupported[0]}")
-    difference, size = (x.float().norm(dim=-1) for x in (hidden - alone, alone))  # of each token
-    error = (difference / size).max().item()
-    if not error <= agreement.rounding(model):  # true for NaN
+    error = agreement.largest_error(hidden, alone)
+    if not error <= agreement.allowed(error, model, rows):  # true for NaN
         return _neither(f"sequences computed together give hidden states that differ by {error:.3g} of their size")
     _windows_of_masks.clear()  # filled by an ordinary call; one with `rl` builds no mask
     decoder(input_ids=ids, use_cache=False)

@@ -255,7 +255,8 @@ class LogProbs(nn.Module):
         """
         model, prompts = self.model, torch.tensor(agreement.PROMPT_LENGTHS)
         lengths, group = torch.tensor([len(row) for row in agreement.ROWS]), torch.tensor(agreement.GROUPS)
-        parts = [(row[:n], row[n:]) for row, n in zip(agreement.ROWS, prompts.tolist(), strict=True)]
+        rows = [agreement.token_ids(model, numbers) for numbers in agreement.ROWS]
+        parts = [(row[:n], row[n:]) for row, n in zip(rows, prompts.tolist(), strict=True)]
         prompt_ids, completion_ids = (
             pad_sequence([torch.tensor(part) for part in side], True, 0, padding_side=padding).to(model.device)
             for side, padding in zip(zip(*parts, strict=True), ("left", "right"), strict=True)
@@ -265,7 +266,7 @@ class LogProbs(nn.Module):
             return self.states(prompt_ids, prompts, completion_ids, lengths - prompts, None, group)[0]
 
         with eval_mode(model), nullcontext() if self.adapters else merging.as_reference(model):
-            plain = agreement.plain_states(model, agreement.ROWS)
+            plain = agreement.plain_states(model, rows)
         agreement.require_repeatable(model, states)
         expected = torch.cat([x[n - 1 : -1] for x, n in zip(plain, prompts.tolist(), strict=True)])
         if not expected.isfinite().all():
@@ -275,7 +276,7 @@ class LogProbs(nn.Module):
         def agrees(packed: bool, alone: bool) -> bool:
             self.packed, self.alone = packed, alone
             self.error = agreement.largest_error(states().split(split), expected.split(split))
-            return self.error <= agreement.rounding(model)
+            return self.error <= agreement.allowed(self.error, model, rows)
 
         # packed models need both: rows longer than a sliding window are padded
         packed = self.packed and agrees(True, False)

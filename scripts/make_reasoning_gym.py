@@ -42,7 +42,7 @@ TASKS = {
         dict(min_word_len=7, max_word_len=8),
         dict(min_word_len=9, max_word_len=10),
     )),
-    "letter_counting": (NUMBER, (
+    "letter_counting": (NUMBER, (  # "1" is right in 74 to 21 % of the rows: a policy may learn to say that
         dict(min_words=2, max_words=3),
         dict(min_words=4, max_words=6),
         dict(min_words=8, max_words=10),
@@ -61,7 +61,7 @@ TASKS = {
         dict(min_terms=3, max_terms=4, max_value=100),
     )),
 }  # fmt: skip
-DEFAULT = "chain_sum,basic_arithmetic,letter_counting"
+DEFAULT = "chain_sum,basic_arithmetic,simple_equations"
 MOST_TRIES = 30  # for each row that is wanted, until no new question is expected
 
 

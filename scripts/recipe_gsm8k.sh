@@ -5,15 +5,15 @@
 #   MODEL=models/smollm2 TRAIN=train.jsonl TEST=test.jsonl OUT=runs/mine bash scripts/recipe_gsm8k.sh
 # The model is never chosen by the test set: each stage keeps its last step. Started again, the recipe goes on where it
 # stopped; another OUT starts anew. With two GPUs, GSPO and GRPO run side by side.
-# Sizes (environment): SFT_STEPS 234, RL_STEPS 300, GKD_STEPS 100, KEEP 20 layers of the student, TOKENS 300 of a
-# completion, SAMPLES 8 of each test problem beside the greedy one; 0: none
+# Sizes (environment): SFT_STEPS 234, RL_STEPS 200, GKD_STEPS 100, KEEP 20 layers of the student, TOKENS 300 of a
+# completion, SAMPLES 4 of each test problem beside the greedy one; 0: none
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 MODEL=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct} OUT=${OUT:-runs/gsm8k}
 TRAIN=${TRAIN:-openai/gsm8k:main} TEST=${TEST:-$TRAIN}
-SFT_STEPS=${SFT_STEPS:-234} RL_STEPS=${RL_STEPS:-300} GKD_STEPS=${GKD_STEPS:-100}
-KEEP=${KEEP:-20} TOKENS=${TOKENS:-300} SAMPLES=${SAMPLES:-8}
+SFT_STEPS=${SFT_STEPS:-234} RL_STEPS=${RL_STEPS:-200} GKD_STEPS=${GKD_STEPS:-100}
+KEEP=${KEEP:-20} TOKENS=${TOKENS:-300} SAMPLES=${SAMPLES:-4}
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 data=(--train_data "$TRAIN" --eval_data "$TEST" --eval_examples 1000000 --max_new_tokens "$TOKENS" --best_by "")
 mkdir -p "$OUT"
@@ -61,7 +61,7 @@ measure grpo "$(last grpo "$RL_STEPS")"
 train student "$SFT_STEPS" gkd/sft.py --policy_model "$OUT/pruned" --batch_size 64 --learning_rate 6e-4 \
     --eval_every "$SFT_STEPS"
 train gkd "$GKD_STEPS" gkd/gkd.py --student_model "$(last student "$SFT_STEPS")" \
-    --teacher_model "$(last gspo "$RL_STEPS")" --batch_size 128 --group_size 2 --learning_rate 1e-4 --eval_every 50
+    --teacher_model "$(last gspo "$RL_STEPS")" --batch_size 128 --group_size 2 --learning_rate 1e-4 --eval_every 20
 measure student "$(last student "$SFT_STEPS")"
 measure gkd "$(last gkd "$GKD_STEPS")"
 

@@ -32,9 +32,11 @@ def options(recipe, stage, *others):
 def test_a_packed_step_has_the_rows_that_hold_its_conversations(recipe):
     args = options(recipe, "sft", "--batch_size", "64", "--max_length", "1024")
     fields = recipe.sft_fields(args, [100, 200, 300])  # 64 of 200 tokens fill 12.5 rows
-    assert (fields["per_device_train_batch_size"], fields["gradient_accumulation_steps"]) == (1, 12)
+    assert (fields["per_device_train_batch_size"], fields["gradient_accumulation_steps"]) == (4, 3)
     cut = recipe.sft_fields(options(recipe, "sft", "--batch_size", "4", "--max_length", "128"), [5000])
-    assert cut["gradient_accumulation_steps"] == 4  # what is cut fills no row
+    assert cut["per_device_train_batch_size"] == 4  # what is cut fills no row
+    odd = recipe.sft_fields(options(recipe, "sft", "--batch_size", "7", "--max_length", "128"), [5000])
+    assert (odd["per_device_train_batch_size"], odd["gradient_accumulation_steps"]) == (1, 7)
     few = recipe.sft_fields(options(recipe, "sft", "--batch_size", "1"), [10])
     assert few["gradient_accumulation_steps"] == 1
     padded = recipe.sft_fields(options(recipe, "sft", "--packing", "false", "--sequences", "16"), [10])

@@ -1,5 +1,6 @@
 """scripts/recipe_gsm8k.sh and scripts/speedrun.sh, for a few steps on tiny models."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,15 @@ import pytest
 from conftest import ROOT
 
 pytestmark = pytest.mark.tools
+
+PEER = """#!/bin/bash
+if [ "$1" != scripts/dev/recipe_trl.py ]; then exec {python} "$@"; fi
+while [ $# -gt 0 ]; do
+    case $1 in --model | --student) model=$2 ;; --out) out=$2 ;; esac
+    shift
+done
+cp -rL "$model" "$out" && echo '{{"samples": 1024, "seconds": 7.1}}'
+"""
 
 
 def run(command: list[str], sums_file: Path, out: Path, **environment) -> subprocess.CompletedProcess:
@@ -46,6 +56,23 @@ def test_the_recipe_measures_every_stage_and_goes_on_where_it_stopped(model_fold
     assert again.returncode == 0 and "--- " not in again.stdout, again.stdout + again.stderr
     assert (tmp_path / "out" / "gkd.jsonl").is_file()  # only that was measured again
     assert again.stdout.count('"accuracy"') == 1
+
+    # TRL beside it: here its models are copies of those that it begins with
+    python = tmp_path / "python"
+    python.write_text(PEER.format(python=sys.executable))
+    python.chmod(0o755)
+    sizes |= dict(PYTHON=python, STEPS=1)
+    beside = run(["scripts/dev/recipe_peers.sh"], ten_times, tmp_path / "out", **sizes)
+    assert beside.returncode == 0, beside.stdout + beside.stderr
+    rows = [line.strip("| ").split(" | ") for line in beside.stdout.splitlines() if line.startswith("| ")][1:]
+    assert [(stage, samples, taken) for stage, samples, *_, taken in rows] == [
+        (stage, "1,024", "7") for stage in ("sft", "gspo", "grpo", "gkd")
+    ]
+    accuracy = json.loads((tmp_path / "out" / "trl-grpo.json").read_text())
+    assert rows[2][4].startswith(f"{accuracy['accuracy']:.3f} [")
+    assert accuracy["model"] == str(tmp_path / "out" / "trl-grpo")
+    once_more = run(["scripts/dev/recipe_peers.sh"], ten_times, tmp_path / "out", **sizes)
+    assert once_more.returncode == 0 and "--- " not in once_more.stdout and rows[2][4] in once_more.stdout
 
 
 def test_a_speedrun_prints_its_row_and_says_whether_the_target_was_reached(model_folders, ten_times, tmp_path):

@@ -6,7 +6,7 @@ Needs: pip install trl for --peer (tested with TRL 1.16; recipe_trl.py says how 
 Rows are random words: prompts of 40 to 120 tokens, replies of 60 to 260, as long as those of GSM8K. Each side is a
 process of its own and makes one pass over them. Ours: median of the steps after --warmup, and of all steps, with
 compilation. TRL: train() from start to end, which compiles nothing.
-packed         rows of 1,024 tokens, filled with whole conversations ("bfd"); as many rows in a pass as divide a step
+packed         rows of 1,024 tokens, filled with whole conversations ("bfd"); up to 4 rows in a pass
 padding_free   all conversations of a step in one row
 padded         all conversations of a step, padded
 liger          padding_free, with the layers of liger-kernel

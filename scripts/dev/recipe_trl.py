@@ -18,7 +18,7 @@ sft    SFTTrainer. The loss is over the completions. With --packing true, the st
        with whole conversations. TRL 1.16 then passes positions that begin at 0 in every conversation and no attention
        mask, and turns the cache off; transformers derives the block-diagonal mask from these positions, in sdpa, eager
        and flex_attention. So conversations do not see one another without the package flash-attn, but sdpa computes
-       the masked blocks, too, over all rows of a forward pass: therefore --sequences is 1 by default. With "wrapped",
+       the masked blocks, too, over all rows of a forward pass: by default these are at most 4. With "wrapped",
        conversations are cut at the ends of rows, and see one another. A step has the number of rows that holds
        batch_size conversations of mean length.
 grpo   GRPOTrainer with the loss of grpo/grpo.py (DAPO, clipped at 0.2 and 0.28) and the reward math_match.
@@ -52,6 +52,7 @@ try:
 except ImportError as error:
     raise ImportError(f"recipe_trl.py trains with the package trl: pip install trl ({error})") from error
 
+PACKED_ROWS = 4  # in one pass at most
 TOKEN_CLIP = (0.2, 0.28)  # epsilon_low and epsilon_high of grpo/grpo.py
 
 
@@ -105,7 +106,7 @@ def option_parser() -> argparse.ArgumentParser:
     sft.add_argument("--packing_strategy", default="bfd", choices=["bfd", "bfd_split", "wrapped"], help="(%(default)s)")
     sft.add_argument("--padding_free", type=yes_or_no, default=False,
                      help="with --packing false: one row without padding; nothing is cut (%(default)s)")  # fmt: skip
-    sft.add_argument("--sequences", type=int, default=0, help="rows in one pass; 0: 1 if packed, else batch_size")
+    sft.add_argument("--sequences", type=int, default=0, help="rows in one pass; 0: up to 4 if packed, else batch_size")
     sft.add_argument("--attention", default="sdpa", choices=["sdpa", "eager", "flex_attention", "flash_attention_2"],
                      help="(%(default)s)")  # fmt: skip
     sft.add_argument("--liger", type=yes_or_no, default=False, help="layers of liger-kernel (%(default)s)")
@@ -169,7 +170,7 @@ def sft_fields(args: argparse.Namespace, lengths: list[int]) -> dict[str, Any]:
     if args.packing:
         rows = max(1, round(args.batch_size * sum(min(n, args.max_length) for n in lengths) / len(lengths)
                             / args.max_length))  # fmt: skip
-    in_pass = args.sequences or (1 if args.packing else rows)
+    in_pass = args.sequences or (max(n for n in range(1, PACKED_ROWS + 1) if rows % n == 0) if args.packing else rows)
     checks.require(rows % in_pass == 0, f"sequences = {in_pass}", f"must divide the {rows} rows of a step",
                    "choose another --sequences or --batch_size")  # fmt: skip
     padding_free = args.padding_free and not args.packing

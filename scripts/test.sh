@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Creates .venv with the test tools, then runs ruff and pytest.
-#   bash scripts/test.sh             the fast tier: every part of the project, about 4 minutes on two cores
+#   bash scripts/test.sh             the fast tier: every part of the project, about 3 minutes on two cores
 #   bash scripts/test.sh full        all tests: also tools, posters, services, faults, fuzzing, documents, variants
 #   bash scripts/test.sh -k losses   further arguments go to pytest
 set -euo pipefail

@@ -6,8 +6,10 @@ torch and transformers are imported where they are used: xdist's first process r
 from __future__ import annotations
 
 import ast
+import atexit
 import contextlib
 import dataclasses
+import gc
 import importlib.util
 import inspect
 import itertools
@@ -100,13 +102,28 @@ def tiny_model(kind: str, **options) -> torch.nn.Module:
 FIRST = [
     "test_readme", "test_resume", "test_faults", "test_poster_launcher", "test_grpo", "test_teacher_server",
     "test_golden", "test_scripts", "test_sft", "test_poster_server", "test_gkd", "test_gkd_server", "test_parity",
-    "test_engine", "test_rollout", "test_benchmark", "test_images", "test_poster_grpo", "test_logprobs", "test_toy",
-    "test_reward_client", "test_poster_toys", "test_notebook", "test_copies",
+    "test_demonstrations", "test_data", "test_plan", "test_contract", "test_fused", "test_measures", "test_engine",
+    "test_rollout", "test_benchmark", "test_images", "test_poster_grpo", "test_logprobs", "test_toy",
+    "test_reward_client", "test_config", "test_drafts", "test_poster_toys", "test_notebook", "test_rewards",
+    "test_memory", "test_blocks", "test_experts", "test_sft_faults", "test_distributed", "test_visualquality",
+    "test_copies",
 ]  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", action="store_true", help="write tests/golden/ instead of comparing with it")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Imports make a million objects and no garbage: it is not looked for meanwhile, and afterwards not in these."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)  # or extension modules report their types as leaked
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -182,14 +199,7 @@ FOLDERS = {"sft": "gkd"}  # of families that stand in the folder of another
 SCRIPTS = {name: ROOT / FOLDERS.get(family, family) / f"{name}.py"
            for family, names in FAMILIES.items() for name in names}  # fmt: skip
 # Importing torch and transformers takes longer than a small run: a server does it once, and each run is a fork of it.
-# The last that it imports is preload.py, which does what else every run would do anew.
-PRELOAD = [
-    "pytest", "torch", "torch.nn.parallel.distributed", "torch._dynamo", "torch.utils.tensorboard", "numpy.random",
-    "transformers", "transformers.models.qwen2.modeling_qwen2", "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "accelerate",
-    "sentence_transformers", "fastapi", "uvicorn", "common.run.checkpoint", "common.run.metrics", "common.model.models",
-    "common.tasks.reward_client", "common.tasks.rewards", "preload",
-]  # fmt: skip
+PRELOAD = ["preload"]
 
 
 def reward(completions: list[str], answers: list[str], **columns: list) -> list[float]:

@@ -1,5 +1,6 @@
 """Tests of common/base/config.py: the command line that a Config dataclass becomes."""
 
+import gc
 import json
 import math
 import re
@@ -327,25 +328,31 @@ def test_options_are_answered_before_the_imports_and_again_by_parse_without_anot
     assert run_script(tmp_path / "other.py", "import quick", "--stepz").stdout == "imported\n"
 
 
-def test_garbage_is_not_looked_for_during_the_imports_and_is_afterwards(tmp_path):
+def begins_a_run(rank: int, ranks: int, script: str) -> None:
+    """In a process of its own, in which nothing is frozen yet."""
+    gc.unfreeze()
+    assert runpy.run_path(script, run_name="__main__")["found"] == [False, 0, True, True]
+
+
+def test_garbage_is_not_looked_for_during_the_imports_and_is_afterwards(launcher, tmp_path):
     shown = "import gc; print(gc.isenabled(), gc.get_freeze_count() > 0)"
     text = SCRIPT.format(early="config.answer_early(globals())", late="LATE = 7")
     out = run_script(tmp_path / "script.py", text.replace('print("imported")', shown) + f"    {shown}\n").stdout
     assert out.splitlines() == ["False False", "warning: only once", "7", "True True"]
     # also where a script reads no command line, and begins its run with a Config of its own
-    text = """from common.base import config
+    script = tmp_path / "other.py"
+    script.write_text("""from common.base import config
 config.answer_early(globals())
 import gc
 from pathlib import Path
 from common.base import devices
 from common.loop import Run
 from gspo.gspo import Config
-print(gc.isenabled())
+found = [gc.isenabled(), gc.get_freeze_count()]
 Run(Config(out_dir=str(Path(__file__).with_name("run"))), devices.layout("cpu", policy=(0,)), {})
-print(gc.isenabled(), gc.get_freeze_count() > 0)
-"""
-    lines = run_script(tmp_path / "other.py", text).stdout.splitlines()
-    assert (lines[0], lines[-1]) == ("False", "True True")
+found += [gc.isenabled(), gc.get_freeze_count() > 0]
+""")
+    launcher.run_function(begins_a_run, 1, (str(script),))
 
 
 @pytest.mark.parametrize(("url", "rule"), [

@@ -41,8 +41,9 @@ def known(*names: str, slow: tuple[str, ...] = ()) -> list:
     return [pytest.param(name, marks=marks) for name, marks in each if name in KNOWN]
 
 
-HYBRIDS = known("qwen3_5_text", "lfm2", "nemotron_h", "falcon_h1",
-                slow=("qwen3_5", "qwen3_next", "granitemoehybrid", "jamba", "bamba", "zamba2"))  # fmt: skip
+SLOW_HYBRIDS = ("qwen3_5", "qwen3_next", "granitemoehybrid", "jamba", "bamba", "zamba2")
+HYBRIDS = known("qwen3_5_text", "lfm2", "nemotron_h", "falcon_h1", slow=SLOW_HYBRIDS)
+FEW_HYBRIDS = known("qwen3_5_text", "nemotron_h", slow=("lfm2", "falcon_h1", *SLOW_HYBRIDS))
 WITHOUT_CACHE = known("recurrent_gemma", slow=("rwkv", "xlstm", "minimax"))
 
 
@@ -116,7 +117,7 @@ def test_a_hybrid_decodes_in_the_engine_as_it_computes_a_row(name, capsys):
         assert sampler.engines[0].rows <= max(3, rollout_batch) < len(batch)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", FEW_HYBRIDS)
 def test_a_hybrid_decodes_as_on_a_gpu(name, as_on_gpu):  # noqa: F811
     # states have the same address from graph to graph, and those of ended and padding rows harm nobody
     for rollout_batch in (0, 6):
@@ -285,12 +286,12 @@ ENGINE, ONE_LENGTH, OVER_CACHE, NO_CACHE = Path(True), Path(True, left_padding=F
 
 @pytest.mark.parametrize(("name", "mutate", "wrong", "chosen"), [
     ("falcon_h1", masks_are_lost, [ENGINE], ONE_LENGTH),
-    ("qwen3_5_text", masks_are_lost, [ENGINE], ONE_LENGTH),
-    ("lfm2", masks_are_lost, [ENGINE], ONE_LENGTH),
+    pytest.param("qwen3_5_text", masks_are_lost, [ENGINE], ONE_LENGTH, marks=families),
+    pytest.param("lfm2", masks_are_lost, [ENGINE], ONE_LENGTH, marks=families),
     ("qwen3_5_text", states_stay_when_gaps_close, [ENGINE, ONE_LENGTH], OVER_CACHE),
-    ("nemotron_h", states_stay_when_gaps_close, [ENGINE, ONE_LENGTH], OVER_CACHE),
-    ("lfm2", states_stay_when_gaps_close, [ENGINE, ONE_LENGTH], OVER_CACHE),
-    ("qwen3_5_text", a_state_is_forgotten, [ENGINE, ONE_LENGTH], OVER_CACHE),
+    pytest.param("nemotron_h", states_stay_when_gaps_close, [ENGINE, ONE_LENGTH], OVER_CACHE, marks=families),
+    pytest.param("lfm2", states_stay_when_gaps_close, [ENGINE, ONE_LENGTH], OVER_CACHE, marks=families),
+    pytest.param("qwen3_5_text", a_state_is_forgotten, [ENGINE, ONE_LENGTH], OVER_CACHE, marks=families),
     ("nemotron_h", a_state_is_forgotten, [ENGINE, ONE_LENGTH], OVER_CACHE),
     ("lfm2", states_of_another_row, [ENGINE], ONE_LENGTH),
     ("llama", positions_are_one_off, [ENGINE], OVER_CACHE),

@@ -1,13 +1,11 @@
 """Tests of common/base/distributed.py: alone, and in two processes that talk through gloo on the CPU."""
 
-import contextlib
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bounds import assert_rounded
-from conftest import ROOT, build_model, reward
+from conftest import Run, build_model, fork, reward
 
 from common.base import distributed
 from common.base.distributed import OutageError, any_rank, gather_objects, num_ranks, rank, share_errors, sum_over_ranks
@@ -26,86 +24,6 @@ from common.run import interrupts
 from common.training import optim
 
 TIME_LIMIT = 120  # seconds, for both processes together; a hang would take the 30 minutes of the process group
-
-# argv: a folder to meet and report in, and the folder of the tests. What is slow to import is imported once; then there
-# are two processes, each with its own output, and a third that waits for them.
-WORKER = """
-import json, os, sys
-from datetime import timedelta
-import torch
-import torch.distributed as dist
-
-folder = sys.argv[1]
-sys.path.insert(0, sys.argv[2])
-from conftest import build_model
-from test_distributed import backward_of_rank
-from common.base import distributed
-from common.model import logprobs
-from common.training import optim
-from common.base.distributed import any_rank, gather_objects, print_main, sum_over_ranks, share_errors
-
-torch.set_num_threads(1)
-processes = []
-for number in range(2):
-    process = os.fork()
-    if process == 0:
-        break
-    processes.append(process)
-else:
-    codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
-    open(f"{folder}/codes.json", "w").write(json.dumps(codes))
-    os._exit(0)
-for stream in (1, 2):
-    os.dup2(os.open(f"{folder}/output-{number}-{stream}", os.O_WRONLY | os.O_CREAT), stream)
-dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=number, world_size=2,
-                        timeout=timedelta(minutes=30))
-
-report = {"rank": distributed.rank(), "num_ranks": distributed.num_ranks()}
-report["gathered"] = gather_objects({"number": number})
-report["sum"] = sum_over_ranks(number + 0.5)
-report["any"] = [any_rank(False), any_rank(number == 1), any_rank(number == 0), any_rank(True)]
-print_main("said by the main process only", number)
-print_main("said aside by the main process only", number, file=sys.stderr)
-
-def attempt(name, failing):
-    try:
-        with share_errors(name):
-            if number in failing:
-                raise failing[number]
-        report[name] = "went on"
-    except Exception as error:
-        report[name] = f"{type(error).__name__}: {error}"
-
-attempt("nobody", {})
-attempt("second", {1: ZeroDivisionError("bad reward 7")})
-attempt("first", {0: KeyError("answer")})
-attempt("both", {0: OSError("disk full"), 1: ValueError("no answer")})
-outage = distributed.OutageError("teacher gone")
-attempt("outage", {1: outage})
-attempt("outages", {0: distributed.OutageError("gone here too"), 1: outage})
-attempt("outage and error", {0: outage, 1: ValueError("no answer")})
-attempt("afterwards", {})
-
-for checkpointing in (False, True):
-    model = build_model("gpt2").train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    if checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-    backward_of_rank(logprobs.LogProbs(model, 1.0), number)
-    distributed.sum_gradients(model.parameters())
-    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
-    optim.AdamW(model, 1e-2).step(1.0)
-    torch.save((gradients, model.state_dict()), f"{folder}/trained-{number}-{checkpointing}.pt")
-
-open(f"{folder}/report-{number}.json", "w").write(json.dumps(report))
-with share_errors("last phase"):
-    if number == 1:
-        raise ArithmeticError("nothing caught this")
-print("not reached")
-"""
 
 
 def batch_of_eight():
@@ -131,29 +49,73 @@ def backward_of_rank(policy, number) -> None:
         loss_of_rows(policy, rows).backward()
 
 
+def talk(number: int, folder: Path) -> None:
+    """One of two processes that meet in a folder and report there, each with outputs of its own."""
+    torch.set_num_threads(1)
+    for stream in (1, 2):
+        os.dup2(os.open(folder / f"output-{number}-{stream}", os.O_WRONLY | os.O_CREAT), stream)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=number, world_size=2,
+                            timeout=timedelta(minutes=30))  # fmt: skip
+
+    report = {"rank": distributed.rank(), "num_ranks": distributed.num_ranks()}
+    report["gathered"] = gather_objects({"number": number})
+    report["sum"] = sum_over_ranks(number + 0.5)
+    report["any"] = [any_rank(False), any_rank(number == 1), any_rank(number == 0), any_rank(True)]
+    distributed.print_main("said by the main process only", number)
+    distributed.print_main("said aside by the main process only", number, file=sys.stderr)
+
+    def attempt(name, failing):
+        try:
+            with share_errors(name):
+                if number in failing:
+                    raise failing[number]
+            report[name] = "went on"
+        except Exception as error:
+            report[name] = f"{type(error).__name__}: {error}"
+
+    attempt("nobody", {})
+    attempt("second", {1: ZeroDivisionError("bad reward 7")})
+    attempt("first", {0: KeyError("answer")})
+    attempt("both", {0: OSError("disk full"), 1: ValueError("no answer")})
+    outage = distributed.OutageError("teacher gone")
+    attempt("outage", {1: outage})
+    attempt("outages", {0: distributed.OutageError("gone here too"), 1: outage})
+    attempt("outage and error", {0: outage, 1: ValueError("no answer")})
+    attempt("afterwards", {})
+
+    for checkpointing in (False, True):
+        model = build_model("gpt2").train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        if checkpointing:
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+        backward_of_rank(logprobs.LogProbs(model, 1.0), number)
+        distributed.sum_gradients(model.parameters())
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+        optim.AdamW(model, 1e-2).step(1.0)
+        torch.save((gradients, model.state_dict()), folder / f"trained-{number}-{checkpointing}.pt")
+
+    (folder / f"report-{number}.json").write_text(json.dumps(report))
+    with share_errors("last phase"):
+        if number == 1:
+            raise ArithmeticError("nothing caught this")
+    print("not reached")
+
+
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
     """What two processes left behind: reports, exit codes, (stdout, stderr), seconds, folder."""
     folder = tmp_path_factory.mktemp("ranks")
-    (folder / "worker.py").write_text(WORKER)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     start = time.monotonic()
-    process = subprocess.Popen([sys.executable, folder / "worker.py", folder, Path(__file__).parent],
-                               env=environment, cwd=ROOT, start_new_session=True)  # fmt: skip
-    try:
-        process.wait(timeout=TIME_LIMIT)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    run = Run(fork(talk, [(number, folder) for number in range(2)]), [], folder).wait(TIME_LIMIT)
     seconds = time.monotonic() - start
     outputs = [[(folder / f"output-{number}-{stream}").read_text() for stream in (1, 2)] for number in range(2)]
     reports = [folder / f"report-{number}.json" for number in range(2)]
     assert all(report.exists() for report in reports), outputs
-    reports, codes = (
-        [json.loads(report.read_text()) for report in reports],
-        json.loads((folder / "codes.json").read_text()),
-    )
-    return SimpleNamespace(reports=reports, codes=codes, outputs=outputs, seconds=seconds, folder=folder)
+    reports = [json.loads(report.read_text()) for report in reports]
+    return SimpleNamespace(reports=reports, codes=run.codes, outputs=outputs, seconds=seconds, folder=folder)
 
 
 def test_alone_there_is_one_rank_and_together_changes_nothing(capsys):

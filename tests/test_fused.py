@@ -102,7 +102,10 @@ def test_a_step_gives_the_logits_of_the_plain_forward_pass_and_keeps_its_keys(ki
     assert_agrees(Batch(build(kind, **sizes), lengths, counts, group_size))
 
 
-@pytest.mark.parametrize("setting", ["parts", "shared", "shared parts", "large", "some rows", "many rows"])
+@pytest.mark.parametrize("setting", [
+    "parts", "shared", "large", "some rows",
+    *(pytest.param(setting, marks=pytest.mark.parity) for setting in ("shared parts", "many rows")),
+])  # fmt: skip
 def test_other_ways_to_cut_a_step_give_the_same(monkeypatch, setting):
     if "parts" in setting:
         monkeypatch.setattr(step, "PART_TOKENS", 16)
@@ -115,7 +118,7 @@ def test_other_ways_to_cut_a_step_give_the_same(monkeypatch, setting):
     rows = {"some rows": 18, "many rows": 66}.get(setting, 6)
     counts = [1 + 7 * i % T for i in range(rows)]
     sizes = dict(num_attention_heads=6, vocab_size=130)
-    assert_agrees(Batch(build("qwen2", **sizes), (9, 3) if "rows" in setting else (90, 3), counts, rows // 2))
+    assert_agrees(Batch(build("qwen2", **sizes), (9, 3) if "rows" in setting else (40, 3), counts, rows // 2))
 
 
 @pytest.mark.parametrize(("sampling", "suppressed"), [

@@ -66,7 +66,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(launcher, model_fold
 
 
 @pytest.mark.parametrize(("script", "options"), [
-    ("gkd_multigpu", MIXED), ("gkd_ddp", MIXED), parity("gkd_multigpu", PLAIN), parity("gkd_ddp", PLAIN),
+    ("gkd_multigpu", MIXED), parity("gkd_ddp", MIXED), parity("gkd_multigpu", PLAIN), parity("gkd_ddp", PLAIN),
 ])  # fmt: skip
 def test_in_one_process_all_variants_are_equal(launcher, script, options):
     one, other = launcher.trained("gkd", **options), launcher.trained(script, **options)

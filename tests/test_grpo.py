@@ -69,7 +69,7 @@ def halved(launcher, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("script", "scale", "neutral"), [
-    ("grpo_multigpu", "batch", {}), ("grpo_ddp", "batch", {}),
+    ("grpo_multigpu", "batch", {}), parity("grpo_ddp", "batch", {}),
     ("similarity_grpo", "batch", dict(similarity_method="discount", similarity_alpha=0.0, **NGRAMS)),
     parity("similarity_grpo", "batch", dict(similarity_threshold=2.0, **NGRAMS)),  # every response is a cluster
     parity("similarity_grpo", "group", dict(similarity_method="within", similarity_kappa=math.inf, **NGRAMS)),

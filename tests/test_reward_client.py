@@ -360,9 +360,10 @@ def samples_no_batch(module) -> None:
     rollout.Sampler.generate = generate_few
 
 
-@pytest.mark.parametrize(
-    "script", [name for name in SCRIPTS if not name.startswith(("gkd", "sft")) and "multi" not in name]
-)
+@pytest.mark.parametrize("script", [
+    pytest.param(name, marks=[] if name in ("gspo", "similarity_grpo") else pytest.mark.parity)
+    for name in SCRIPTS if not name.startswith(("gkd", "sft")) and "multi" not in name
+])  # fmt: skip
 def test_a_service_scores_in_place_of_the_reward_of_the_script(launcher, fake, tmp_path, script):
     own = dict(similarity_model="ngrams") if script == "similarity_grpo" else {}
     run = launcher.run(script, tmp_path / "run", rewards=[never], steps=2, reward_url=fake.url, **own).succeeded()
@@ -373,7 +374,7 @@ def test_a_service_scores_in_place_of_the_reward_of_the_script(launcher, fake, t
     assert not (run.out_dir / run.checkpoints[-1] / "rollout.safetensors").exists()
 
 
-@pytest.mark.parametrize(("script", "ranks"), [("grpo", 1), ("gspo_ddp", 2)])
+@pytest.mark.parametrize(("script", "ranks"), [("grpo", 1), pytest.param("gspo_ddp", 2, marks=pytest.mark.parity)])
 def test_after_an_outage_the_rollout_is_scored_first_and_nothing_differs(launcher, tmp_path, script, ranks):
     port, steps = free_port(), 4
     options = dict(rewards=[never], steps=steps, reward_url=f"http://127.0.0.1:{port}", reward_patience=1.0,

@@ -297,7 +297,7 @@ def reference_losses(folder: str, rows: list) -> tuple[float, float, float]:
 
 @pytest.mark.parametrize(("script", "ranks", "options"), [
     ("sft", 1, {}), ("sft", 1, dict(turns="last")), ("sft", 1, dict(aggregation="seq_mean", micro_batch_tokens=30)),
-    ("sft_ddp", 2, {}), parity("sft_ddp", 2, dict(aggregation="seq_mean")), ("sft", 1, dict(model="mistral")),
+    ("sft_ddp", 2, {}), parity("sft_ddp", 2, dict(aggregation="seq_mean")), parity("sft", 1, dict(model="mistral")),
     parity("sft", 1, dict(model="gpt2")),
 ], ids=str)  # fmt: skip
 def test_the_loss_is_the_mean_over_the_tokens_that_are_learned(

@@ -8,6 +8,7 @@ import ast
 import atexit
 import contextlib
 import dataclasses
+import functools
 import gc
 import inspect
 import io
@@ -34,13 +35,18 @@ def comments(cls: type) -> dict[str, str]:
     """Trailing comment of every field of a dataclass, without the "#"; "" if there is none."""
     texts = {}
     for base in _dataclasses(cls):
-        source = textwrap.dedent(inspect.getsource(base))
-        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-        by_line = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
-        fields = [node for node in ast.parse(source).body[0].body if isinstance(node, ast.AnnAssign)]
-        own = {node.target.id: by_line.get(node.end_lineno, "") for node in fields}
-        texts = {**own, **texts}  # a subclass may redefine an inherited field
+        texts = {**_own_comments(base), **texts}  # a subclass may redefine an inherited field
     return texts
+
+
+@functools.cache  # the classes of settings.py are inherited by every Config
+def _own_comments(cls: type) -> dict[str, str]:
+    """As `comments`, of the fields that stand in the class itself."""
+    source = textwrap.dedent(inspect.getsource(cls))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    by_line = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+    fields = [node for node in ast.parse(source).body[0].body if isinstance(node, ast.AnnAssign)]
+    return {node.target.id: by_line.get(node.end_lineno, "") for node in fields}
 
 
 def _dataclasses(cls: type) -> list[type]:

@@ -51,7 +51,8 @@ def load(path: str | Path, argv: Sequence[str] = ()) -> tuple[ModuleType, Any]:
     """
     path = Path(path)
     rule = "must be a training script: a file with a Config, a main and GPU constants"
-    require(path.is_file() and is_script(path), f"script = '{path}'", rule, f"give one of {', '.join(scripts())}")
+    if not (path.is_file() and is_script(path)):  # only then are all files read for the scripts among them
+        require(False, f"script = '{path}'", rule, f"give one of {', '.join(scripts())}")
     name = f"_script{next(_count)}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""Mutation test: puts 85 small faults into copies of this project, one at a time, and runs the tests on each.
+"""Mutation test: puts 87 small faults into copies of this project, one at a time, and runs the tests on each.
 
 Run:  python scripts/dev/mutate.py --out faults.md                  all faults, each against the fast tier
       python scripts/dev/mutate.py --out faults.md --first-only     only the test files named with each fault
@@ -226,6 +226,10 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "similarity.group_rewards(", "similarity"),
     ("rank-advantages", "sync", "common/base/distributed.py", "values.chunk(num_ranks())[rank()]",
      "values.chunk(num_ranks())[0]", "poster_grpo"),
+    ("rounding-cap", "check", "common/model/agreement.py", "min(LARGEST, MARGIN * measured_rounding(model, rows))",
+     "MARGIN * measured_rounding(model, rows)", "agreement"),
+    ("special-tokens", "state", "common/model/agreement.py", "max(0, min(FIRST, size // 2, size - 10))", "0",
+     "agreement"),
 )]
 # fmt: on
 

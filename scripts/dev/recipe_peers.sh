@@ -5,7 +5,8 @@
 # Fine-tuning makes as many passes as the recipe. Reinforcement and distillation take the first STEPS rollouts, since
 # TRL samples with model.generate; ours after as many is an evaluation of the recipe's run.
 # Environment, beside that of the recipe: STAGES "sft gspo grpo gkd", STEPS 20 (a multiple of 20: ours is evaluated
-# then), GPU the one to use. Started again, it goes on with the stages that are missing. Prints a table.
+# then), SEQUENCES 64 in a forward pass, GPU the one to use. Started again, it goes on with the stages that are missing.
+# Prints a table.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

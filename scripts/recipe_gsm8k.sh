@@ -27,10 +27,13 @@ train() { # name, steps, script and its options; nothing if the stage is done
     "$PYTHON" "${@:3}" "${data[@]}" --steps "$steps" --save_every "$steps" --out_dir "$OUT/$name"
 }
 
-measure() { # name, model: greedy answers to the whole test set, and SAMPLES sampled ones
-    local ask=("$PYTHON" scripts/evaluate.py "$2" --data "$TEST" --max_new_tokens "$TOKENS" --batch_size 512)
-    [ -f "$OUT/$1.jsonl" ] || "${ask[@]}" --out "$OUT/$1.jsonl"
-    [ "$SAMPLES" = 0 ] || [ -f "$OUT/$1-sampled.jsonl" ] || "${ask[@]}" --samples "$SAMPLES" --out "$OUT/$1-sampled.jsonl"
+measure() { # name, model: greedy answers to the whole test set and, at the same time, SAMPLES sampled ones
+    local ask=("$PYTHON" scripts/evaluate.py "$2" --data "$TEST" --max_new_tokens "$TOKENS" --batch_size 512) greedy
+    { [ -f "$OUT/$1.jsonl" ] || "${ask[@]}" --out "$OUT/$1.jsonl"; } &
+    greedy=$!
+    [ "$SAMPLES" = 0 ] || [ -f "$OUT/$1-sampled.jsonl" ] ||
+        "${ask[@]}" --samples "$SAMPLES" --out "$OUT/$1-sampled.jsonl"
+    wait "$greedy"
 }
 
 measure start "$MODEL"
@@ -43,18 +46,18 @@ measure sft "$sft"
 # 2. reinforcement from there: 128 problems x 8 samples a step
 reinforce() { # name and script
     train "$1" "$RL_STEPS" "$2" --policy_model "$sft" --batch_size 128 --group_size 8 --learning_rate 2e-5 --eval_every 20
+    measure "$1" "$(last "$1" "$RL_STEPS")"
 }
 gpus=$("$PYTHON" -c "import torch; print(torch.cuda.device_count())")
 if [ "$gpus" -ge 2 ]; then
     CUDA_VISIBLE_DEVICES=1 reinforce grpo grpo/grpo.py > "$OUT/grpo.log" 2>&1 &
+    grpo=$!
     CUDA_VISIBLE_DEVICES=0 reinforce gspo gspo/gspo.py
-    wait $! || { tail "$OUT/grpo.log" >&2 && exit 1; }
+    wait "$grpo" || { tail "$OUT/grpo.log" >&2 && exit 1; }
 else
     reinforce gspo gspo/gspo.py
     reinforce grpo grpo/grpo.py
 fi
-measure gspo "$(last gspo "$RL_STEPS")"
-measure grpo "$(last grpo "$RL_STEPS")"
 
 # 3. a smaller student: layers dropped, the same warm start, then the GSPO policy as teacher
 [ -d "$OUT/pruned" ] || "$PYTHON" scripts/drop_layers.py "$sft" "$OUT/pruned" --keep "$KEEP"

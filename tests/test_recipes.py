@@ -11,7 +11,9 @@ from conftest import ROOT
 
 pytestmark = pytest.mark.tools
 
-PEER = """#!/bin/bash
+PYTHON = """#!/bin/bash
+if [ "$1" = -c ]; then echo 2 && exit; fi  # as many GPUs
+if [ "$1" = grpo/grpo.py ] && [ -n "$BROKEN" ]; then echo "the disk is full" && exit 1; fi
 if [ "$1" != scripts/dev/recipe_trl.py ]; then exec {python} "$@"; fi
 while [ $# -gt 0 ]; do
     case $1 in --model | --student) model=$2 ;; --out) out=$2 ;; esac
@@ -45,12 +47,20 @@ def ten_times(sums_file, tmp_path_factory) -> Path:
 
 
 def test_the_recipe_measures_every_stage_and_goes_on_where_it_stopped(model_folders, ten_times, tmp_path):
-    sizes = dict(MODEL=model_folders["qwen2"], SFT_STEPS=2, RL_STEPS=1, GKD_STEPS=1, KEEP=2, TOKENS=4, SAMPLES=0)
+    python = tmp_path / "python"
+    python.write_text(PYTHON.format(python=sys.executable))
+    python.chmod(0o755)
+    sizes = dict(MODEL=model_folders["qwen2"], SFT_STEPS=2, RL_STEPS=1, GKD_STEPS=1, KEEP=2, TOKENS=4, SAMPLES=2)
+    sizes |= dict(PYTHON=python, STEPS=1)
+    broken = run(["scripts/recipe_gsm8k.sh"], ten_times, tmp_path / "out", BROKEN=1, **sizes)
+    assert broken.returncode == 1 and "the disk is full" in broken.stderr, broken.stdout + broken.stderr
     done = run(["scripts/recipe_gsm8k.sh"], ten_times, tmp_path / "out", **sizes)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split(" | ")[0] for line in (tmp_path / "out" / "greedy.md").read_text().splitlines()]
     assert rows[2:] == ["| start", "| sft", "| gspo", "| grpo", "| student", "| gkd"]
     assert {path.name for path in (tmp_path / "out").glob("*.png")} == {"sft.png", "reinforcement.png", "gkd.png"}
+    assert len((tmp_path / "out" / "sampled.md").read_text().splitlines()) == 8
+    assert [(tmp_path / "out" / f"{name}-sampled.jsonl").is_file() for name in ("start", "grpo", "gkd")] == 3 * [True]
     (tmp_path / "out" / "gkd.jsonl").unlink()
     again = run(["scripts/recipe_gsm8k.sh"], ten_times, tmp_path / "out", **sizes)
     assert again.returncode == 0 and "--- " not in again.stdout, again.stdout + again.stderr
@@ -58,10 +68,6 @@ def test_the_recipe_measures_every_stage_and_goes_on_where_it_stopped(model_fold
     assert again.stdout.count('"accuracy"') == 1
 
     # TRL beside it: here its models are copies of those that it begins with
-    python = tmp_path / "python"
-    python.write_text(PEER.format(python=sys.executable))
-    python.chmod(0o755)
-    sizes |= dict(PYTHON=python, STEPS=1)
     beside = run(["scripts/dev/recipe_peers.sh"], ten_times, tmp_path / "out", **sizes)
     assert beside.returncode == 0, beside.stdout + beside.stderr
     rows = [line.strip("| ").split(" | ") for line in beside.stdout.splitlines() if line.startswith("| ")][1:]

@@ -117,8 +117,9 @@ def test_a_column_that_tells_no_rows_apart_is_refused():
 def means_of_two_ranks(rank: int, ranks: int, folder: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
     rows = examples(LEVELS)[rank::ranks]
-    found = measures.mean_rewards([scored([[1.0, 0.0, 1.0, 0.0][e.index] for e in rows])], rows, ["level"])
-    found |= measures.mean_values(sampling.accuracies_of(scored(4 * [1.0], reward=[1.0, rank, 0.0, 0.0]), 2), True)
+    sampled = sampling.accuracies_of(scored(4 * [1.0], reward=[1.0, rank, 0.0, 0.0]), 2)
+    greedy = scored([[1.0, 0.0, 1.0, 0.0][e.index] for e in rows])
+    found = measures.mean_rewards([greedy], rows, ["level"], sampled)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.barrier()
 

@@ -44,6 +44,7 @@ NOT_RUN = {
     "python scripts/dev/benchmark.py --setting": "needs a GPU and minutes; test_benchmark.py has small settings",
     "python scripts/dev/benchmark_rollout.py": "needs a GPU and minutes; test_benchmark_rollout.py has small works",
     "python scripts/dev/benchmark_sft.py": "needs a GPU and minutes; test_benchmark_sft.py has a small shape",
+    'python -c "import torch, transformers': "needs that model and a GPU; test_agreement.py measures small ones",
     "python scripts/dev/recipe_trl.py": "needs TRL; test_recipe_trl.py tests what it passes on",
     "python scripts/evaluate.py runs/trl-sft": "needs that model; another like it is run",
     "python scripts/dev/benchmark_models.py": "needs a GPU and minutes; test_models_page.py has a small shape",

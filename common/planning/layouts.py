@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Any
 
 from common.base import config, devices
-from common.base.checks import require
 
 ROOT = Path(__file__).resolve().parents[2]
 _count = itertools.count()
@@ -50,9 +49,9 @@ def load(path: str | Path, argv: Sequence[str] = ()) -> tuple[ModuleType, Any]:
         SystemExit: the script refuses the options, with its own message.
     """
     path = Path(path)
-    rule = "must be a training script: a file with a Config, a main and GPU constants"
-    if not (path.is_file() and is_script(path)):  # only then are all files read for the scripts among them
-        require(False, f"script = '{path}'", rule, f"give one of {', '.join(scripts())}")
+    if not (path.is_file() and is_script(path)):
+        rule = "must be a training script: a file with a Config, a main and GPU constants"
+        raise ValueError(f"script = '{path}': {rule}; give one of {', '.join(scripts())}")
     name = f"_script{next(_count)}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)

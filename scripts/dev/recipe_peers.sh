@@ -4,20 +4,19 @@
 # Needs: pip install trl (recipe_trl.py says which)
 # Fine-tuning makes as many passes as the recipe. Reinforcement and distillation take the first STEPS rollouts, since
 # TRL samples with model.generate; ours after as many is an evaluation of the recipe's run.
-# Environment, beside that of the recipe: STAGES "sft gspo grpo gkd", STEPS 20 (a multiple of 20: ours is evaluated
-# then), SEQUENCES 64 in a forward pass, GPU the one to use. Started again, it goes on with the stages that are missing.
-# Prints a table.
+# Environment: MODEL, TRAIN, TEST, OUT and TOKENS of the recipe; STAGES "sft gspo grpo gkd", EPOCHS 2 of sft, STEPS 20
+# (a multiple of 20: ours is evaluated then), SEQUENCES 64 in a forward pass, GPU the one to use. Started again, it goes
+# on with the stages that are missing. Prints a table.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 MODEL=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct} OUT=${OUT:-runs/gsm8k}
 TRAIN=${TRAIN:-openai/gsm8k:main} TEST=${TEST:-$TRAIN}
-SFT_STEPS=${SFT_STEPS:-234} RL_STEPS=${RL_STEPS:-200} TOKENS=${TOKENS:-300}
-STAGES=${STAGES:-sft gspo grpo gkd} STEPS=${STEPS:-20} EPOCHS=${EPOCHS:-2}
+STAGES=${STAGES:-sft gspo grpo gkd} STEPS=${STEPS:-20} EPOCHS=${EPOCHS:-2} TOKENS=${TOKENS:-300}
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 [ -z "${GPU:-}" ] || export CUDA_VISIBLE_DEVICES=$GPU
 
-last() { printf '%s/%s/checkpoint-%06d' "$OUT" "$1" "$2"; } # the last checkpoint of a stage of the recipe
+last() { printf '%s\n' "$OUT/$1"/checkpoint-* | tail -1; } # the last checkpoint of a stage of the recipe
 
 peer() { # stage and its options
     local out=$OUT/trl-$1
@@ -36,9 +35,9 @@ sampled=(--steps "$STEPS" --max_new_tokens "$TOKENS" --sequences "${SEQUENCES:-6
 for stage in $STAGES; do
     case $stage in
         sft) peer sft --model "$MODEL" --epochs "$EPOCHS" --learning_rate 6e-4 ;;
-        gspo | grpo) peer "$stage" --model "$(last sft "$SFT_STEPS")" --batch_size 128 --group_size 8 \
+        gspo | grpo) peer "$stage" --model "$(last sft)" --batch_size 128 --group_size 8 \
             --learning_rate 2e-5 "${sampled[@]}" ;;
-        gkd) peer gkd --student "$(last student "$SFT_STEPS")" --teacher "$(last gspo "$RL_STEPS")" --batch_size 256 \
+        gkd) peer gkd --student "$(last student)" --teacher "$(last gspo)" --batch_size 256 \
             --learning_rate 1e-4 "${sampled[@]}" ;;
         *) echo "error: STAGES=$STAGES: must be of sft, gspo, grpo, gkd" >&2 && exit 2 ;;
     esac

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common.base import console
+from common.base import console, storage
 from common.base.checks import require
 from common.tasks import accuracy
 
@@ -40,7 +40,7 @@ def read_scores(path: Path) -> dict[int, float]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; write it with scripts/evaluate.py MODEL --out {path}")
     rows: dict[int, list[float | None]] = {}
-    for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+    for number, text in enumerate(storage.read_lines(path, errors="replace"), start=1):
         try:
             line = json.loads(text)
             score = None if line["score"] is None else float(line["right"])

@@ -15,7 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common.base import console
+from common.base import console, storage
 
 try:
     import matplotlib
@@ -44,7 +44,7 @@ def read(paths: list[Path]) -> dict[str, list[dict]]:
     """
     found: dict[str, list[dict]] = defaultdict(list)
     for path in paths:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        for number, line in enumerate(storage.read_lines(path), start=1):
             try:
                 result = json.loads(line)
                 if result["distinct_correct"] is None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common.base import console
+from common.base import console, storage
 from grpo.poster import layout, records, reward, synthetic, tricks
 from grpo.poster.fonts import Fonts, missing_text
 from grpo.poster.render import render
@@ -77,7 +77,7 @@ def panels(spec: str, rows: int) -> list[Panel]:
         return [Panel(path.name, text, text)]
     if path.suffix != ".jsonl":
         raise ValueError(f"{spec!r}: must be gold:.., trick:.., solution:.., a .json or a .jsonl; see --help")
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = storage.read_lines(path)
     if not lines or "completion" not in json.loads(lines[0]):
         read, folder = records.read(spec)[:rows], records.folder_of(spec)
         return [of_record(str(record["id"]), record, synthetic.gold(record), folder) for record in read]

@@ -9,6 +9,7 @@ import pytest
 from common.tasks import answers, rewards
 from common.tasks.answer_chinese import value
 from common.tasks.answer_extraction import extract_answer
+from common.tasks.answer_prose import last_claim
 from common.tasks.answers import answers_match, batch_matches, normal_answer, numbers_match
 
 PAIRS = [json.loads(line) for line in (Path(__file__).parent / "data" / "answers.jsonl").read_text().splitlines()]
@@ -44,6 +45,14 @@ def test_numeric_match_grades_the_same_pairs_alike_where_the_gold_is_a_number():
 ])  # fmt: skip
 def test_chinese_numerals(numeral, number):
     assert value(numeral) == number
+
+
+@pytest.mark.parametrize(("text", "claim"), [  # LaTeX that gives way to digits changes the places of what follows
+    ("$0.\\overline{12}3the ", None), ("$1\\frac{1}{2}10\\frac{1}{2}", "10 1/2"), ("3x10^3\\times 10^{3}", None),
+    ("one in ten$ 0.\\frac{1}{2}三1", "1"),
+])  # fmt: skip
+def test_a_text_whose_numbers_change_when_they_are_read_again(text, claim):
+    assert last_claim(text) == claim and answers_match(text, "7") == numbers_match(text, "7") == 0
 
 
 def test_a_completion_that_runs_on_is_graded_by_its_last_marker():

@@ -82,6 +82,16 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys, write, said):
     assert ended.value.code == 2 and said in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize("broken", ["\u2028", "\u2029", "\x85"])
+def test_an_answer_may_hold_what_ends_a_line_elsewhere(broken, tmp_path):
+    lines = [
+        json.dumps({"row": row, "score": 1.0, "right": True, "completion": f"a{broken}b"}, ensure_ascii=False) + "\n"
+        for row in range(3)
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(lines), encoding="utf-8")
+    assert comparing.read_scores(tmp_path / "a.jsonl") == {0: 1.0, 1: 1.0, 2: 1.0}
+
+
 def test_a_line_of_another_kind_is_named(tmp_path, capsys):
     path = write_answers(tmp_path / "a.jsonl", [1, 0])
     path.write_text(path.read_text() + '{"step": 3}\n')

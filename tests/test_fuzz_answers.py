@@ -17,7 +17,8 @@ FUZZ = dict(deadline=None, derandomize=True, database=None)
 PIECES = [
     "<think>", "</think>", "<answer>", "</answer>", "#### ", "\\boxed{", "\\fbox{", "\\boxed ", "\\frac{1}{2}",
     "\\frac", "\\text{ m}", "\\text{", "\\left(", "\\{", "\\}", "\\%", "\\!", "{,}", " and ", " or ", "the answer is ",
-    "Paris", "1,234", "1,23", "1/2", "2 1/2", "0/0", "1e5", "1e999", ".5",
+    "Paris", "1,234", "1,23", "1/2", "2 1/2", "0/0", "1e5", "1e999", ".5", "0.\\bar{3}", "\\overline{12}",
+    "\\times 10^{3}", "x 10^", " in ",
     *"-+%=<{}()[],. $73x\\\n\0\ud800\u2028\xb2\xbd\u2212\u3001\u0667\uff17\u200f\u202e\ufeff\xa0\u202f\u066b\u597d",
 ]  # fmt: skip
 PIECED = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)

@@ -337,6 +337,19 @@ def larger_model(device):
 
 
 @needs(1)
+@pytest.mark.parametrize("length", [64, 192, 704])
+def test_attention_with_a_mask_has_finite_gradients(model_folders, cuda, length):
+    """With cuDNN's attention they are NaN at these lengths on H100 and H200, where scores are below -88.7."""
+    policy_on(model_folders["qwen2"], cuda, "bf16")  # which turns it off
+    query, key, value = torch.randn(3, 1, 2, length, 64, device=cuda).bfloat16()
+    query[..., 0], key[..., 0] = 32.0, -32.0  # scores of about -128
+    inputs = [x.requires_grad_() for x in (query, key, value)]
+    mask = torch.ones(length, length, dtype=torch.bool, device=cuda).tril()
+    torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=mask).sum().backward()
+    assert all(x.grad.isfinite().all() for x in inputs)
+
+
+@needs(1)
 def test_memory_that_is_released_is_free(cuda):
     sampler = flash_sampler(larger_model(cuda), **{**FIXED, "max_new_tokens": 256})
     engine = sampler.engines[0]

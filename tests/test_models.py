@@ -145,9 +145,11 @@ def test_pick_dtype(dtype, device, expected):
 def test_the_policy_trains_in_its_dtype_and_the_frozen_model_does_not(model_folders, family, dtype, offline, capsys):
     before, folder = torch.get_float32_matmul_precision(), str(model_folders[family])
     torch.set_float32_matmul_precision("high")  # as TF32, which holds numbers of half precision exactly, others not
+    torch.backends.cuda.enable_cudnn_sdp(True)
     try:
         tokenizer, policy = load_policy(folder, CPU, dtype)
         assert torch.get_float32_matmul_precision() == "highest"
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.set_float32_matmul_precision(before)
     assert all(p.requires_grad for p in policy.parameters()) and tokenizer.padding_side == "left"

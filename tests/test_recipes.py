@@ -52,6 +52,8 @@ def test_the_recipe_measures_every_stage_and_goes_on_where_it_stopped(model_fold
     python.chmod(0o755)
     sizes = dict(MODEL=model_folders["qwen2"], SFT_STEPS=2, RL_STEPS=1, GKD_STEPS=1, KEEP=2, TOKENS=4, SAMPLES=2)
     sizes |= dict(PYTHON=python, STEPS=1)
+    early = run(["scripts/dev/recipe_peers.sh"], ten_times, tmp_path / "out", STAGES="grpo", **sizes)
+    assert early.returncode == 1 and "sft has no checkpoint: run scripts/recipe_gsm8k.sh first" in early.stderr
     broken = run(["scripts/recipe_gsm8k.sh"], ten_times, tmp_path / "out", BROKEN=1, **sizes)
     assert broken.returncode == 1 and "the disk is full" in broken.stderr, broken.stdout + broken.stderr
     done = run(["scripts/recipe_gsm8k.sh"], ten_times, tmp_path / "out", **sizes)

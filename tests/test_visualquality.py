@@ -230,9 +230,9 @@ def test_render_poster_draws_a_sheet_of_records_samples_and_tricks_or_refuses(tm
     files = [tmp_path / name for name in ("rows.jsonl", "samples.jsonl", "poster.json", "cut.txt")]
     samples = [{"step": 0, "answer": records[1]["id"]}, {"step": 1, "ground_truth": records[1]["ground_truth"]},
                {"step": 2, "answer": json.dumps(records[2]["ground_truth"])}]  # fmt: skip
-    samples = [sample | {"completion": synthetic.gold(records[1])} for sample in samples]
+    samples = [sample | {"completion": synthetic.gold(records[1]), "note": "a\u2028b"} for sample in samples]
     for file, lines in zip(files, (records[:3], samples, [records[0]["ground_truth"]]), strict=False):
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
     files[3].write_text(synthetic.gold(records[3])[:-1])
     out = tmp_path / "deep" / "sheet.png"
     tricks = f"trick:no_text_layers:0:3,solution:{files[3]}:0:3"

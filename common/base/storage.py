@@ -213,6 +213,19 @@ def size(*folders: Path) -> str:
     return f"{total / 2**30:.1f} GiB"
 
 
+def read_lines(path: Path, errors: str = "strict") -> list[str]:
+    """The lines of a UTF-8 text file, which only a line feed ends.
+
+    `str.splitlines` also cuts at U+2028, U+0085 and six others, which JSON may hold inside a text.
+
+    Args:
+        path: of the file.
+        errors: what to do with bytes that are not UTF-8, as in `open`.
+    """
+    text = path.read_text(encoding="utf-8", errors=errors)
+    return text.removesuffix("\n").split("\n") if text else []
+
+
 def sync(path: Path) -> None:
     """Flushes a file, or the entries of a folder, to disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)

@@ -311,6 +311,9 @@ def _read(name: str, dtype: torch.dtype, bits: int = 0, **options: Any) -> PreTr
     # TF32 would keep 11 bits of the rotary positions, an fp32 product, and round positions above
     # 2,048
     torch.set_float32_matmul_precision("highest")
+    # cuDNN's attention with a mask has NaN in its gradient at some lengths on H100 and H200, since
+    # torch 2.11 (pytorch/pytorch#196678)
+    torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         is_vlm = images.is_vlm(source)
         if bits and is_vlm:

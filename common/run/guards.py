@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common.base import distributed
+from common.base import distributed, storage
 from common.base.checks import require
 from common.run.metrics import Log
 
@@ -135,6 +135,6 @@ def _range(name: str, limits: Any) -> tuple[float, float]:
 
 def _step_lines(path: Path, start: int) -> list[dict[str, Any]]:
     """Lines of steps up to `start`, without those of evaluations and checkpoints."""
-    texts = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    texts = storage.read_lines(path) if path.exists() else []
     lines = [json.loads(text) for text in texts]
     return [line for line in lines if line["step"] <= start and "learning_rate" in line]

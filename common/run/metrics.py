@@ -419,7 +419,7 @@ def keep_lines(path: Path, last_step: int) -> None:
 
 def _evaluations(path: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl that hold the results of an evaluation."""
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    lines = [json.loads(line) for line in storage.read_lines(path)] if path.exists() else []
     return [line for line in lines if any(name.startswith("eval_") for name in line)]
 
 

@@ -146,7 +146,7 @@ def first_claim(text: str) -> str | None:
     if _OTHER_GUESS.search(text):
         return None
     for clause in re.split(r"[,;:](?!\d)|\.(?=\s)|\n| \(", text[:2000]):
-        tokens = _tokens(_plain(clause))
+        tokens = _tokens(_plain(clause))[1]
         if tokens:
             is_single = len(tokens) == 1 or "=" in clause
             return sentence_claim(clause)[1] if is_single else None
@@ -159,7 +159,7 @@ def sentence_claim(sentence: str) -> tuple[bool, str | None]:
     if _CHANCE.search(plain):
         plain = digits(plain)
         plain = re.sub(r"(?<![\d.,/])(\d{1,9}) (?:in|out of)(?: every)? (?=\d{1,9}(?![\d.,/%]*\d))", r"\1/", plain)
-    tokens = _tokens(plain)
+    plain, tokens = _tokens(plain)
     if tokens and is_question(sentence):
         return True, None
     for index in reversed(range(len(tokens))):
@@ -182,18 +182,20 @@ def _plain(sentence: str) -> str:
     return find_numbers(digits(clean(sentence), everywhere=False))[0]
 
 
-def _tokens(plain: str) -> list[_Token]:
+def _tokens(text: str) -> tuple[str, list[_Token]]:
+    """The text as its numbers are read, and its numbers and labels, whose places are those in the text returned."""
+    plain, numbers = find_numbers(text)
     labels = [
         _Token(*match.span(), match[0], True) for match in LABEL.finditer(plain) if not _is_difference(plain, match)
     ]
     tokens, at = [], 0
-    for number in find_numbers(plain)[1]:
+    for number in numbers:
         while at < len(labels) and labels[at].start <= number.start():
             tokens.append(labels[at])
             at += 1
         if not tokens or number.start() >= tokens[-1].end:
             tokens.append(_Token(*number.span(), plain_number(number), False))
-    return [*tokens, *labels[at:]]
+    return plain, [*tokens, *labels[at:]]
 
 
 def _is_difference(plain: str, label: re.Match) -> bool:

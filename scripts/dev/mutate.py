@@ -1,4 +1,4 @@
-"""Mutation test: puts 87 small faults into copies of this project, one at a time, and runs the tests on each.
+"""Mutation test: puts 89 small faults into copies of this project, one at a time, and runs the tests on each.
 
 Run:  python scripts/dev/mutate.py --out faults.md                  all faults, each against the fast tier
       python scripts/dev/mutate.py --out faults.md --first-only     only the test files named with each fault
@@ -142,6 +142,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "data"),
     ("list-without-order", "check", "common/tasks/answers.py", "unmatched[:1] if is_ordered else unmatched",
      "unmatched", "rewards"),
+    ("numbers-read-twice", "off by one", "common/tasks/answer_prose.py", "plain, numbers = find_numbers(text)",
+     "plain, numbers = text, find_numbers(text)[1]", "answers"),
     ("percent", "factor", "common/tasks/answer_numbers.py", '/ (100 if number.endswith("%") else 1)', "", "rewards"),
     ("weight-0-counts", "mask", "common/tasks/scoring.py", "if not weight:", "if False:", "scoring"),
     ("overlong-sign", "sign", "common/tasks/rewards.py", "(max_new_tokens - cache - lengths)",
@@ -151,6 +153,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("vector-length", "factor", "common/tasks/embedder.py", "vectors[rows_of[text]] = vector / length",
      "vectors[rows_of[text]] = vector", "embedder"),
     # models and memory
+    ("attention-of-cudnn", "check", "common/model/models.py", "enable_cudnn_sdp(False)", "enable_cudnn_sdp(True)",
+     "models"),
     ("replica-gradients", "sync", "common/model/models.py",
      "arrived if first.grad is None else first.grad.add_(arrived)", "arrived", "models"),
     ("adapter-seed", "sync", "common/model/lora.py", "torch.manual_seed(SEED)",

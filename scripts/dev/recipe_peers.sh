@@ -16,7 +16,11 @@ STAGES=${STAGES:-sft gspo grpo gkd} STEPS=${STEPS:-20} EPOCHS=${EPOCHS:-2} TOKEN
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 [ -z "${GPU:-}" ] || export CUDA_VISIBLE_DEVICES=$GPU
 
-last() { printf '%s\n' "$OUT/$1"/checkpoint-* | tail -1; } # the last checkpoint of a stage of the recipe
+last() { # the last checkpoint of a stage of the recipe
+    local found=("$OUT/$1"/checkpoint-*)
+    [ -d "${found[-1]}" ] || { echo "error: $OUT/$1 has no checkpoint: run scripts/recipe_gsm8k.sh first" >&2 && exit 1; }
+    printf '%s' "${found[-1]}"
+}
 
 peer() { # stage and its options
     local out=$OUT/trl-$1
@@ -35,10 +39,15 @@ sampled=(--steps "$STEPS" --max_new_tokens "$TOKENS" --sequences "${SEQUENCES:-6
 for stage in $STAGES; do
     case $stage in
         sft) peer sft --model "$MODEL" --epochs "$EPOCHS" --learning_rate 6e-4 ;;
-        gspo | grpo) peer "$stage" --model "$(last sft)" --batch_size 128 --group_size 8 \
-            --learning_rate 2e-5 "${sampled[@]}" ;;
-        gkd) peer gkd --student "$(last student)" --teacher "$(last gspo)" --batch_size 256 \
-            --learning_rate 1e-4 "${sampled[@]}" ;;
+        gspo | grpo)
+            start=$(last sft)
+            peer "$stage" --model "$start" --batch_size 128 --group_size 8 --learning_rate 2e-5 "${sampled[@]}"
+            ;;
+        gkd)
+            start=$(last student)
+            teacher=$(last gspo)
+            peer gkd --student "$start" --teacher "$teacher" --batch_size 256 --learning_rate 1e-4 "${sampled[@]}"
+            ;;
         *) echo "error: STAGES=$STAGES: must be of sft, gspo, grpo, gkd" >&2 && exit 2 ;;
     esac
 done

@@ -12,7 +12,8 @@ before it, `memory_gib` the peak of train(). TRL's progress and warnings go to s
 
 Rows are those of the training scripts: prompt or question, and answer. In every stage the weights are fp32 and the
 forward and backward passes run under bf16 autocast, which is TRL's default; the saved weights have the dtype of the
-folder that the stage began from. Completions are sampled by model.generate.
+folder that the stage began from. Completions are sampled by model.generate. cuDNN's attention is turned off, as in the
+training scripts.
 
 sft    SFTTrainer. The loss is over the completions. With --packing true, the strategy "bfd" fills rows of max_length
        with whole conversations. TRL 1.16 then passes positions that begin at 0 in every conversation and no attention
@@ -222,6 +223,7 @@ def math_reward(seen: list[float]) -> Callable[..., list[float | None]]:
         scores = rewards.math_match(texts, answer, **({} if accepted is None else {"accepted": accepted}))
         known = [score for score in scores if not math.isnan(score)]
         seen.append(round(sum(known) / len(known), 4) if known else math.nan)
+        print(f"rollout {len(seen)}: reward {seen[-1]}", file=sys.stderr, flush=True)
         return [None if math.isnan(score) else score for score in scores]  # None: TRL leaves the completion out
 
     return math_match
@@ -266,6 +268,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = option_parser()
     args = parser.parse_args(argv)
     out = Path(args.out)
+    # its attention with a mask has NaN in the gradient at some lengths on H100 and H200 (pytorch/pytorch#196678)
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         parser.error(f"--out {out} is a file or holds some: it must be new or empty, so choose another")
     began = time.perf_counter()

@@ -16,7 +16,7 @@ PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo pyth
 common=(--train_data "$TRAIN" --eval_data "" --best_by "" --sample_every 0)
 case $track in
     smollm2) # at most two passes over the demonstrations, and 16,384 samples
-        MODEL=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct} target=${TARGET:-0.085} tokens=300
+        MODEL=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct} target=${TARGET:-0.09} tokens=300
         steps=${STEPS:-234} rl_steps=${RL_STEPS:-32}
         ;;
     qwen) # at most 16,000 samples

@@ -31,6 +31,7 @@ NOT_RUN = {
     "bash scripts/test.sh": "runs these tests",
     "bash scripts/recipe_gsm8k.sh": "needs that model and GSM8K; test_recipes.py has small ones",
     "bash scripts/speedrun.sh": "the same",
+    "MODEL=models/smollm2": "the same",
     "bash scripts/dev/soak.sh": "takes minutes; test_faults.py does the same with fewer kills",
     "python scripts/dev/fuzz.py": "needs atheris; test_fuzz_*.py do without",
     "bash scripts/dev/audit.sh": "needs the network; test_security.py looks at the pins",

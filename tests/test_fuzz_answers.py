@@ -81,7 +81,7 @@ REPEATED = [
     "三", "1万", "一点", "one ", "twenty-", "$1", "1:", "not 1 ", "is ", "answer is ", "1 to ", "1 or ", "x = 1, ",
     "选", "1 cm^", "\\bm{", "\\bm{{a}", "\\bm{{{a}", "\\bm{{a}}", "1 and ", "(1, 2) ", "January 1 ", "1. ", "百分之",
     "maybe ", "=", "A)", "B. ", "so ", "=1", "1=", "18 m ", "not ", "x\\in ", "(1,", "1}, {", "或", "x_1=1,", "half a ",
-    "1\\pm", "\\cup ",
+    "1\\pm", "\\cup ", "^", "a^", "^ ", "-^", "!", ")^(",
     "1 \\text{", "1 \\frac{1}{1", "\u200f", "\xb2", "\u221a", "1\\ ", "1x10^", "1.1\\overline{", "1_", "1-", "1 mm",
 ]  # fmt: skip
 
@@ -90,6 +90,7 @@ def test_long_texts_are_read_in_linear_time():
     for piece in REPEATED:
         text = piece * (SIZE // len(piece))
         assert answers_match(text + "x1", "7") == 0
+        assert answers_match(f"a{text[:200]}, 5", "7") == 0  # before a number that may be claimed
         assert answers_match(f"\\boxed{{{text[:1900]}}}", "8") == 0  # a text that is read as one value
         assert rewards.format_reward([f"<think>{text}</think>"], ["7"]) == [0.0]
     assert answers_match("1, " * SIZE, "(1, 2)") == answers_match("{" + "1," * SIZE + "}", "(1, 2)") == 0

@@ -103,7 +103,9 @@ _OPERATOR_AFTER = re.compile(
 )
 _ATTACHED = re.compile(r"([a-zA-Z]{1,2})(?![a-zA-Z])")
 _UNIT_POWER = re.compile(r"(?:[a-zA-Z]{1,12}|[\u4e00-\u9fff]|\}) ?\^ ?\{? ?$")
-_LEFT_SIDE = re.compile(r"((?:[\w\\^{}().|'!-]+|[-+*/])(?: ?[-+*/^=] ?[\w\\^{}().|'!]+)*) ?(?:=|\\approx) ?$")
+_LEFT_SIDE = re.compile(  # ^ joins, and is not what is joined: else ^^^^ could be read in exponentially many ways
+    r"((?:[\w\\^{}().|'!-]+|[-+*/])(?: ?(?:[-+*/=]|\^+) ?[\w\\{}().|'!]+)*) ?(?:=|\\approx) ?$"
+)
 _JOINED = re.compile(
     r"([^,.;:=\d]{0,24}?),? ?(?P<join>\bor\b|\band\b|\bto\b|\bthrough\b|或者?|[和与及到至]|~)"
     r" ?(?:maybe |perhaps |possibly |even |about |else |\w ?= ?)?|, ?(?P<hedge>maybe|perhaps|possibly|要么|也许|可能) ?"

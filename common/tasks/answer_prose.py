@@ -103,7 +103,8 @@ _OPERATOR_AFTER = re.compile(
 )
 _ATTACHED = re.compile(r"([a-zA-Z]{1,2})(?![a-zA-Z])")
 _UNIT_POWER = re.compile(r"(?:[a-zA-Z]{1,12}|[\u4e00-\u9fff]|\}) ?\^ ?\{? ?$")
-_LEFT_SIDE = re.compile(  # ^ joins, and is not what is joined: else ^^^^ could be read in exponentially many ways
+# After its first part ^ is only an operator: as a letter, too, a row of ^ has exponentially many readings
+_LEFT_SIDE = re.compile(
     r"((?:[\w\\^{}().|'!-]+|[-+*/])(?: ?(?:[-+*/=]|\^+) ?[\w\\{}().|'!]+)*) ?(?:=|\\approx) ?$"
 )
 _JOINED = re.compile(

@@ -268,7 +268,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = option_parser()
     args = parser.parse_args(argv)
     out = Path(args.out)
-    # its attention with a mask has NaN in the gradient at some lengths on H100 and H200 (pytorch/pytorch#196678)
+    # cuDNN's attention with a mask has NaN in its gradient at some lengths on H100 and H200 (pytorch/pytorch#196678)
     torch.backends.cuda.enable_cudnn_sdp(False)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         parser.error(f"--out {out} is a file or holds some: it must be new or empty, so choose another")

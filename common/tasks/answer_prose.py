@@ -104,9 +104,7 @@ _OPERATOR_AFTER = re.compile(
 _ATTACHED = re.compile(r"([a-zA-Z]{1,2})(?![a-zA-Z])")
 _UNIT_POWER = re.compile(r"(?:[a-zA-Z]{1,12}|[\u4e00-\u9fff]|\}) ?\^ ?\{? ?$")
 # After its first part ^ is only an operator: as a letter, too, a row of ^ has exponentially many readings
-_LEFT_SIDE = re.compile(
-    r"((?:[\w\\^{}().|'!-]+|[-+*/])(?: ?(?:[-+*/=]|\^+) ?[\w\\{}().|'!]+)*) ?(?:=|\\approx) ?$"
-)
+_LEFT_SIDE = re.compile(r"((?:[\w\\^{}().|'!-]+|[-+*/])(?: ?(?:[-+*/=]|\^+) ?[\w\\{}().|'!]+)*) ?(?:=|\\approx) ?$")
 _JOINED = re.compile(
     r"([^,.;:=\d]{0,24}?),? ?(?P<join>\bor\b|\band\b|\bto\b|\bthrough\b|或者?|[和与及到至]|~)"
     r" ?(?:maybe |perhaps |possibly |even |about |else |\w ?= ?)?|, ?(?P<hedge>maybe|perhaps|possibly|要么|也许|可能) ?"

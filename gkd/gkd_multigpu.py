@@ -22,7 +22,7 @@ from typing import Literal
 PLACES = [*Path(__file__).resolve().parents, Path(os.environ.get("RL_HAND", "."))]  # searched for the clone
 sys.path[:0] = [str(p) for p in PLACES if (p / "common/loop").is_dir()][:1]
 find_spec("common") or sys.exit("no package common: set RL_HAND to the folder of the clone, or pip install -e it")
-from common.base import checks, config
+from common.base import config
 from common.run import rules
 
 config.answer_early(globals())  # answers --help and wrong options before the slow imports
@@ -91,18 +91,7 @@ class Config(PromptSettings):
         return {"forward_kl": 0.0, "reverse_kl": 1.0}.get(self.loss, self.beta)
 
     def __post_init__(self):
-        rules.check(self)  # rules that all scripts share
-        checks.at_least(self, 1, "n_server_workers")
-        checks.above_zero(self, "loss_temperature", "teacher_patience")
-        checks.require(self.lmbda <= 1, f"lmbda = {self.lmbda}", "is a share, at most 1", "1: on-policy in every step")
-        checks.require(0 < self.beta < 1, f"beta = {self.beta}", "must be between 0 and 1; the loss jumps at the ends",
-                       "set loss to forward_kl (0) or reverse_kl (1)")  # fmt: skip
-        if self.loss == "opd":
-            checks.require(not self.off_policy, f"loss = 'opd', lmbda = {self.lmbda}, lmbda_ramp = {self.lmbda_ramp}",
-                           "its tokens must be the student's own", "set lmbda 1 and lmbda_ramp 0")  # fmt: skip
-            checks.require(self.loss_temperature == self.temperature, f"loss = 'opd', loss_temperature = "
-                           f"{self.loss_temperature}", f"must be that of the samples, temperature = {self.temperature}",
-                           "set both to the same")  # fmt: skip
+        rules.check_distillation(self)
 
 
 def reward(completions: list[str], answers: list[str], **columns: list) -> list[float]:

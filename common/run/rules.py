@@ -119,6 +119,21 @@ def check_rl(cfg: Any) -> None:
     )
 
 
+def check_distillation(cfg: Any) -> None:
+    """Checks the options of a GKD script, in addition to `check`."""
+    check(cfg)
+    at_least(cfg, 1, "n_server_workers")
+    above_zero(cfg, "loss_temperature", "teacher_patience")
+    require(cfg.lmbda <= 1, f"lmbda = {cfg.lmbda}", "is a share, at most 1", "1: on-policy in every step")
+    require(0 < cfg.beta < 1, f"beta = {cfg.beta}", "must be between 0 and 1; the loss jumps at the ends",
+            "set loss to forward_kl (0) or reverse_kl (1)")  # fmt: skip
+    if cfg.loss == "opd":
+        require(not cfg.off_policy, f"loss = 'opd', lmbda = {cfg.lmbda}, lmbda_ramp = {cfg.lmbda_ramp}",
+                "its tokens must be the student's own", "set lmbda 1 and lmbda_ramp 0")  # fmt: skip
+        require(cfg.loss_temperature == cfg.temperature, f"loss = 'opd', loss_temperature = {cfg.loss_temperature}",
+                f"must be that of the samples, temperature = {cfg.temperature}", "set both to the same")  # fmt: skip
+
+
 def no_longer_than_completions(cfg: Any, name: str) -> None:
     """Requires the field `name`, a number of tokens, to be at most `max_new_tokens`."""
     value, limit = getattr(cfg, name), cfg.max_new_tokens

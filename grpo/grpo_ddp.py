@@ -1,6 +1,6 @@
 """GRPO, one process per GPU: sample G completions per prompt, score them, take clipped token-level steps.
 
-Papers: GRPO 2402.03300 (Eq. 3), and the losses of DAPO 2503.14476, Dr. GRPO 2503.20783 and CISPO 2506.13585.
+Papers: GRPO 2402.03300 (Eq. 3); common/maths/objectives.py has the objectives of ten more, one function each.
 Run:   torchrun --nproc_per_node=2 grpo/grpo_ddp.py   edit the constants below, or pass --learning_rate 2e-6
        accelerate launch --num_processes 2 grpo/grpo_ddp.py    (several machines: docs/gpus.md)
 Costs: those of gspo/gspo_ddp.py; not measured apart from it
@@ -22,13 +22,14 @@ PLACES = [*Path(__file__).resolve().parents, Path(os.environ.get("RL_HAND", ".")
 sys.path[:0] = [str(p) for p in PLACES if (p / "common/loop").is_dir()][:1]
 find_spec("common") or sys.exit("no package common: set RL_HAND to the folder of the clone, or pip install -e it")
 from common.base import config
+from common.base.settings import Advantage, Loss
 from common.run import rules
 
 config.answer_early(globals())  # answers --help and wrong options before the slow imports
 from common.base import background, devices
 from common.loop import Policy, Reference, RLSettings, Run, Sampler, Scorer, Trainer, add_overlong_penalty
 from common.loop import assign_advantages, evaluate, fill_logps, group_advantages, load_data, policy_stats, resample
-from common.maths import losses
+from common.maths import losses, objectives
 from common.tasks import rewards
 from common.training import optim
 
@@ -55,15 +56,16 @@ class Config(RLSettings):
     max_new_tokens: int = 128  # maximum length of a completion
     temperature: float = 1.0  # of sampling; log-probabilities are computed at it too
     learning_rate: float = 1e-4  # for the built-in policy; 5e-6 up to 0.5B parameters, 1e-6 at 7B
-    loss: Literal["grpo", "dapo", "dr_grpo", "cispo"] = "dapo"  # what is clipped, and how tokens are averaged
-    epsilon_low: float = 0.2  # the ratio of a token is clipped below 1 - epsilon_low
-    epsilon_high: float = 0.28  # and above 1 + epsilon_high; 0.2 is usual without DAPO's clip-higher
+    loss: Loss = "dapo"  # objective, each a function in common/maths/objectives.py; grpo/README.md says when to use it
+    epsilon_low: float = 0.0  # lower end of the clip range, 1 - epsilon_low; 0: that of the loss, 0.2 with "dapo"
+    epsilon_high: float = 0.0  # its upper end, 1 + epsilon_high; 0: that of the loss, 0.28 with "dapo"
     dual_clip: float = 0.0  # where the advantage is negative, the ratio is clipped above this (3 is usual); 0: never
-    cispo_cap: float = 5.0  # with "cispo": largest weight of a token
-    advantage_scale: Literal["auto", "group", "batch", "none"] = "auto"  # what advantages are divided by the std of
+    advantage_scale: Advantage = "auto"  # baseline and scale of advantages; "auto": std of the group, none in Dr. GRPO
+    sampler_correction: Literal["none", "tis", "mis", "seq_tis", "seq_mis"] = "none"  # weight old policy / sampler
+    sampler_cap: float = 2.0  # "tis": largest weight; "mis": weights outside of 1 / cap to cap are 0
     entropy_coef: float = 0.0  # weight of the entropy bonus
     kl_coef: float = 0.0  # weight of the KL to the reference (the starting model, unless refreshed); 0: not loaded
-    kl_estimator: Literal["k1", "k2", "k3", "rho_k3"] = "k3"  # "k2", "rho_k3": gradient of KL(policy, reference)
+    kl_estimator: Literal["k1", "k2", "k3", "rho_k3", "in_reward"] = "k3"  # "k2", "rho_k3": of KL(policy, reference)
 
     seed: int = 0  # of data order and sampling
     out_dir: str = "runs/grpo"  # checkpoints, metrics.jsonl, samples.jsonl, tensorboard/
@@ -73,13 +75,14 @@ class Config(RLSettings):
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """epsilon_low and epsilon_high; CISPO has no lower bound, and a cap as the upper one."""
-        return (1.0, self.cispo_cap - 1.0) if self.loss == "cispo" else (self.epsilon_low, self.epsilon_high)
+        """epsilon_low and epsilon_high; where they are 0, those of the loss."""
+        low, high = objectives.FAMILY[self.loss].numbers
+        return self.epsilon_low or low, self.epsilon_high or high
 
     @property
     def aggregation(self) -> str:
         """How the tokens of a minibatch are averaged."""
-        return {"grpo": "seq_mean", "dr_grpo": "constant"}.get(self.loss, "token_mean")
+        return objectives.FAMILY[self.loss].aggregation
 
     @property
     def scale(self) -> str:
@@ -102,26 +105,27 @@ def reward(completions: list[str], answers: list[str], **columns: list) -> list[
 REWARDS = ((reward, 1.0),)  # (function, weight): the reward is the weighted sum; add (rewards.format_reward, 0.2)
 # metric: (least, most) in a healthy run, None: no limit; outside, the option on_collapse decides
 GUARDS = {"reward_std": (1e-4, None), "entropy": (5e-3, 8.0), "completion_length": (1.5, None),
-          "truncated": (0.0, 0.98), "clip_fraction": (0.0, 0.5), "unscored": (0.0, 0.9)}  # fmt: skip
+          "truncated": (0.0, 0.98), "clip_fraction": (0.0, 0.9), "unscored": (0.0, 0.9)}  # fmt: skip
 
 
 def grpo_loss(policy, micro, cfg, counts):
     """Share of a micro-batch in the loss of its minibatch; `counts` are the minibatch's, so the shares add up."""
     mask_mC = micro.completion_mask
     logps_mC, entropy_mC = policy(micro)
-    ratio_mC = losses.token_ratio(logps_mC, micro.old_logps)
-    if cfg.loss == "cispo":
-        surrogate_mC = losses.cispo_surrogate(logps_mC, ratio_mC, micro.advantages, cfg.cispo_cap)
-    else:
-        surrogate_mC = losses.clipped_surrogate(ratio_mC, micro.advantages, *cfg.clip_range)  # Eq. 3
+    objective = objectives.FAMILY[cfg.loss].function  # or one of your own, such as objectives.sapo
+    surrogate_mC, ratio, outside = objective(logps_mC, micro.old_logps, micro.advantages, mask_mC, *cfg.clip_range)
     if cfg.dual_clip:
         surrogate_mC = losses.dual_clip(surrogate_mC, micro.advantages, cfg.dual_clip)
+    if cfg.sampler_correction != "none":
+        weights = micro.old_logps, micro.rollout_logps, mask_mC, cfg.sampler_correction, cfg.sampler_cap
+        surrogate_mC = surrogate_mC * losses.sampler_weight(*weights)
     loss_mC = -surrogate_mC - cfg.entropy_coef * entropy_mC
-    if cfg.kl_coef > 0:
+    if cfg.kl_coef > 0 and cfg.kl_estimator != "in_reward":
         kl_mC = losses.kl_estimate(logps_mC, micro.ref_logps, cfg.kl_estimator.removeprefix("rho_"))
-        loss_mC = loss_mC + cfg.kl_coef * (ratio_mC * kl_mC if cfg.kl_estimator == "rho_k3" else kl_mC)
+        ratio_mC = losses.token_ratio(logps_mC, micro.old_logps) if cfg.kl_estimator == "rho_k3" else 1.0
+        loss_mC = loss_mC + cfg.kl_coef * (ratio_mC * kl_mC)
     loss = losses.aggregate(loss_mC, mask_mC, cfg.aggregation, counts.of(cfg.aggregation, cfg.max_new_tokens))
-    return loss, policy_stats(micro, loss, logps_mC, entropy_mC, ratio_mC, cfg.clip_range, counts, cfg.dual_clip)
+    return loss, policy_stats(micro, loss, logps_mC, entropy_mC, ratio, outside, counts, cfg.dual_clip)
 
 
 def main(cfg: Config, rewards=REWARDS) -> None:
@@ -161,7 +165,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
             prompts.learn(examples_P, scored)  # for a curriculum
             add_overlong_penalty(cfg, scored, batch)
             rewards_PG = scored.rewards.view(-1, cfg.group_size)
-            advantages_PG = group_advantages(rewards_PG, cfg.scale)
+            advantages_PG = group_advantages(rewards_PG, cfg.scale, scored, scorer.weights)
             assign_advantages(cfg, advantages_PG, scored, batch, minibatches)
             log.add_rollout(batch, rewards_PG, scored.by_function)
 

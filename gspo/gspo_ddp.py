@@ -107,7 +107,8 @@ def gspo_loss(policy, micro, cfg, counts):
     if cfg.kl_coef > 0:
         kl_mC = losses.kl_estimate(logps_mC, micro.ref_logps, cfg.kl_estimator)
         loss = loss + cfg.kl_coef * losses.aggregate(kl_mC, mask_mC, "seq_mean", counts.sequences)
-    return loss, policy_stats(micro, loss, logps_mC, entropy_mC, ratio_m, cfg.clip_range, counts, by_token=False)
+    outside = losses.outside(ratio_m, *cfg.clip_range)
+    return loss, policy_stats(micro, loss, logps_mC, entropy_mC, ratio_m, outside, counts)
 
 
 def main(cfg: Config, rewards=REWARDS) -> None:

@@ -2,19 +2,24 @@
 
 import json
 import math
+import statistics
 from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from bounds import rounding
 from comparing import TERMS, assert_close, comparable
 from conftest import Run, assert_equal_weights
 from safetensors.torch import load_file
+from test_rollout import make_batch
 from test_scripts import NEVER_ENDING, Raising, failed, first_weights, metrics_explained, refused
 
 from common.base import distributed
-from common.loop import similar
+from common.loop import Scorer, assign_advantages, group_advantages, similar
+from common.maths.advantages import decoupled_advantages
 from common.tasks import embedder
+from common.tasks.scoring import Scored
 
 parity = partial(pytest.param, marks=pytest.mark.parity)
 CLUSTERS = ("clusters", "singletons", "effective_clusters", "cosine")
@@ -23,7 +28,14 @@ LOSSES = {
     "grpo": dict(loss="grpo", kl_estimator="rho_k3", entropy_coef=0.05, dual_clip=1.05, epsilon_low=0.01),
     "dapo": dict(loss="dapo", advantage_scale="batch", overlong_cache=4, epochs=2),
     "dr_grpo": dict(loss="dr_grpo", kl_estimator="k2", truncated="mask", max_new_tokens=16),
-    "cispo": dict(loss="cispo", kl_coef=0.0, cispo_cap=1.01, advantage_scale="none"),
+    "cispo": dict(loss="cispo", kl_coef=0.0, epsilon_high=0.01, advantage_scale="none"),
+    "dppo": dict(loss="dppo", kl_coef=0.0, epsilon_low=0.001, epsilon_high=0.001),
+    "sapo": dict(loss="sapo", advantage_scale="rloo", sampler_correction="tis"),
+    "gspo": dict(loss="gspo", advantage_scale="maxrl", sampler_correction="seq_mis", epsilon_low=1e-4, dual_clip=1.05),
+    "gspo_token": dict(loss="gspo_token", advantage_scale="reinforce_pp", kl_estimator="in_reward", epochs=2),
+    "luspo": dict(loss="luspo", advantage_scale="lite_ppo", old_logps="sampler"),
+    "gmpo": dict(loss="gmpo", epsilon_low=0.01, epsilon_high=0.01, epochs=2),
+    "vespo": dict(loss="vespo", advantage_scale="gdpo"),
 }
 FULL = dict(**LOSSES["grpo"], dynamic_sampling=2, overlong_cache=4)
 NGRAMS = dict(similarity_model="ngrams")
@@ -138,7 +150,15 @@ def test_every_metric_is_explained_and_none_is_missing(halved):
 
 @pytest.mark.parametrize(("script", "options", "message"), [
     ("grpo", dict(loss="ppo"), "loss = 'ppo': must be"), ("grpo", dict(dual_clip=0.5), "dual_clip = 0.5: must be"),
-    ("grpo", dict(dual_clip=3, loss="cispo"), "dual_clip = 3.0: the loss 'cispo'"),
+    ("grpo", dict(dual_clip=3, loss="cispo"), "dual_clip = 3.0, loss = 'cispo': only"),
+    ("grpo", dict(loss="vespo", dual_clip=3), "dual_clip = 3.0, loss = 'vespo': only grpo, dapo,"),
+    ("grpo", dict(sampler_cap=1), "sampler_cap = 1.0: must be above 1"),
+    ("grpo", dict(loss="dppo", sampler_correction="tis"), "'dppo', old_logps = 'auto': ratios start from the sampler"),
+    ("grpo", dict(loss="gspo", advantage_scale="reinforce_pp"), "'reinforce_pp', loss = 'gspo': it gives every token"),
+    ("grpo", dict(kl_estimator="in_reward"), "kl_estimator = 'in_reward', advantage_scale = 'auto': the KL becomes"),
+    ("grpo", dict(advantage_scale="maxrl", overlong_cache=4), "'maxrl', overlong_cache = 4: it divides by the mean"),
+    ("grpo", dict(advantage_scale="gdpo", reward_url="http://127.0.0.1:1"), "'gdpo', reward_url ="),
+    ("similarity_grpo", dict(advantage_scale="gdpo"), "advantage_scale = 'gdpo': similarity enters a single reward"),
     ("grpo", dict(kl_coef=0, reference_refresh=2), "reference_refresh = 2: there is no reference while kl_coef is 0"),
     ("grpo", dict(overlong_cache=9, max_new_tokens=8), "overlong_cache = 9: must be at most max_new_tokens = 8"),
     ("grpo", dict(grpo_epochs=2), "unknown option --grpo_epochs"),
@@ -206,3 +226,65 @@ def test_an_embedding_that_is_no_number_stops_all_ranks(launcher, tmp_path):
     run = launcher.run("similarity_grpo", tmp_path, 2, prepare=spoil_embeddings, **options)
     failed(run, "similarity embedding is not finite in row", "rank 1 failed in phase 'similarity'")
     assert not run.lines and not run.checkpoints
+
+
+def scores(**by_function) -> Scored:
+    """Completions of two prompts, three each, with values by function; the reward is their sum."""
+    values = {name: torch.tensor(rows) for name, rows in by_function.items()}
+    return Scored(["text"] * 6, sum(values.values()), values)
+
+
+def test_gdpo_weighs_the_functions_by_name_whatever_their_order():
+    right, length = [1.0, 0, 0, 1, 1, 1], [0.0, 30, 60, 10, 10, 40]
+    weights = {"length": 0.1, "right": 2.0}
+    one = scores(right=right, length=length)
+    expected = decoupled_advantages(torch.tensor([right, length]).view(2, 2, 3), torch.tensor([2.0, 0.1]))
+    for scored in (one, scores(length=length, right=right)):
+        assert torch.equal(group_advantages(one.rewards.view(2, 3), "gdpo", scored, weights), expected)
+    # a penalty without a weight counts once
+    alone = group_advantages(one.rewards.view(2, 3), "gdpo", scores(overlong=length), {})
+    assert torch.equal(alone, decoupled_advantages(torch.tensor([length]).view(1, 2, 3), torch.ones(1)))
+
+
+def test_the_scorer_knows_the_weights_of_its_functions():
+    cfg = SimpleNamespace(reward_url="", reward_model="", reward_model_weight=0.25, device="cpu")
+    scorer = Scorer(cfg, None, [(half, 1.0), (ones, -0.5), (ones, 0)])
+    assert scorer.weights == {"half": 1.0, "ones": -0.5, "ones_2": 0}
+    scorer.model = object()
+    assert scorer.weights["reward_model"] == 0.25
+
+
+@pytest.mark.parametrize("cut", [1000, 9, 4])
+@pytest.mark.parametrize("estimator", ["in_reward", "k2"])
+def test_advantages_of_tokens_are_normalised_over_the_trained_tokens_of_the_step(cut, estimator):
+    generator = torch.Generator().manual_seed(0)
+    batch = make_batch([3, 1, 2, 3])
+    batch.rollout_logps, batch.ref_logps = (torch.randn(batch.completion_ids.shape, generator=generator) for _ in "ab")
+    minibatches = batch.minibatches(2, cut, packed=False)
+    advantages = torch.tensor([[1.0, -1.0, 0.5, 2.0]])
+    cfg = SimpleNamespace(kl_coef=0.3, kl_estimator=estimator, advantage_scale="reinforce_pp", truncated="keep")
+    rewards = torch.tensor([0.0, 1.0, 2.0, math.nan])  # the last one is not trained on
+    assign_advantages(cfg, advantages, Scored([""] * 4, rewards, {}), batch, minibatches)
+    found, raw = {}, {}
+    for micro in (micro for minibatch in minibatches for micro in minibatch):
+        for row, number, values in zip(micro.rows.tolist(), micro.lengths.tolist(), micro.advantages, strict=True):
+            kl = (batch.rollout_logps - batch.ref_logps)[row, :number] * (estimator == "in_reward") * 0.3
+            raw[row] = [advantages[0, row].item() - kl[t:].sum().item() for t in range(number)]
+            found[row] = values[:number].tolist()
+    assert found.pop(3) == [0.0] * 3
+    raw.pop(3)
+    tokens = [value for row in sorted(raw) for value in raw[row]]
+    mean, deviation = statistics.mean(tokens), statistics.stdev(tokens) + 1e-4
+    normal = [(value - mean) / deviation for value in tokens]
+    assert [value for row in sorted(found) for value in found[row]] == pytest.approx(normal, abs=1e-5)
+
+
+def test_ratios_may_start_from_the_sampler(launcher):
+    for options in (dict(loss="dppo"), dict(loss="dapo", old_logps="sampler")):
+        run = launcher.trained("grpo", **options, learning_rate=0)
+        # nothing was recomputed: the ratio shows the difference of sampler and trainer, and no metric does twice
+        assert all(line["rollout_mismatch"] == 0.0 for line in run.steps)
+        assert any(line["ratio_max"] != 1.0 for line in run.steps)
+        assert all(abs(line["ratio_max"] - 1) < rounding(TERMS) for line in run.steps)
+    run = launcher.trained("grpo", loss="dppo", old_logps="trainer", learning_rate=0)
+    assert all(line["ratio_max"] == 1.0 and line["rollout_mismatch"] > 0 for line in run.steps)

@@ -106,7 +106,7 @@ def test_equal_log_probs_give_ratios_of_exactly_one_no_clipping_and_no_kl():
     assert torch.equal(ratio, torch.ones(4))
     assert torch.equal(losses.token_ratio(logps, logps.clone()), torch.ones(4, 5))
     assert torch.equal(losses.gspo_token_ratio(logps, logps.clone(), mask), torch.ones(4, 5))
-    stats = losses.clip_stats(ratio, advantages, 3e-4, 4e-4, mask.any(1))
+    stats = losses.clip_stats(ratio, advantages, losses.outside(ratio, 3e-4, 4e-4), mask.any(1))
     assert stats["clip_fraction"] == 0 and stats["out_of_range"] == 0 and stats["ratio_max"] == 1
     assert not any(losses.kl_estimate(logps, logps.clone(), kind).any() for kind in KINDS)
 
@@ -126,8 +126,8 @@ def test_clipped_surrogate_by_hand(of):
     close(ratio.grad, slope)
 
 
-def stats_of(*args, **kwargs) -> list[float]:
-    stats = losses.clip_stats(*args, **kwargs)
+def stats_of(ratio, advantages, low, high, mask, **kwargs) -> list[float]:
+    stats = losses.clip_stats(ratio, advantages, losses.outside(ratio, low, high), mask, **kwargs)
     assert not any(value.requires_grad for value in stats.values())
     return [stats[name].item() for name in ("clip_fraction", "out_of_range", "ratio_max")]
 
@@ -326,7 +326,7 @@ def test_loss_and_gradient_do_not_depend_on_micro_batches(kind, cut):
 
 @pytest.mark.parametrize(("call", "refused"), [
     (lambda x: losses.kl_estimate(x, x, "k4"), "'k4'.*k1, k2, k3"),
-    (lambda x: losses.aggregate(x, x, "mean", 1), "'mean'.*seq_mean, token_mean, constant"),
+    (lambda x: losses.aggregate(x, x, "mean", 1), "'mean'.*seq_mean, seq_sum, token_mean, constant"),
     (lambda x: losses.weights(x, "constant", 1), "'constant'.*seq_mean, token_mean"),
 ])  # fmt: skip
 def test_an_unknown_kl_estimator_or_aggregation_mode_is_refused(call, refused):

@@ -3,7 +3,6 @@
 import ast
 import re
 import textwrap
-from types import SimpleNamespace
 
 import torch
 from conftest import ROOT, SCRIPTS, load_script, reward
@@ -32,26 +31,22 @@ def test_the_ten_lines_of_the_readme_take_one_step(monkeypatch, capsys):
 def test_rloo_as_contributing_adds_it_has_the_gradient_of_leave_one_out(launcher, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
     text = SCRIPTS["grpo"].read_text()
-    text = re.sub(r"^def grpo_loss.*?(?=^def main)", lambda _: blocks[0] + "\n\n", text, flags=re.M | re.S)
-    old = "            advantages_PG = group_advantages(rewards_PG, cfg.scale)\n"
-    assert old in text and "minibatch, grpo_loss)" in text
-    text = text.replace(old, textwrap.indent(blocks[1], " " * 12)).replace(
-        "minibatch, grpo_loss)", "minibatch, rloo_loss)"
-    )
+    (line,) = re.findall(r"^    objective = .*\n", text, re.M)
+    text = text.replace("def grpo_loss", blocks[0] + "\n\ndef grpo_loss")
+    text = text.replace(line, textwrap.indent(blocks[1], " " * 4))
     path = launcher.copies / "rloo.py"
     path.write_text(text)
-    run = launcher.run(path, tmp_path, rewards=[reward], num_minibatches=1, kl_coef=0.0).succeeded()
+    options = dict(loss="grpo", advantage_scale="rloo", num_minibatches=1, kl_coef=0.0)
+    run = launcher.run(path, tmp_path, rewards=[reward], **options).succeeded()
     assert len(run.steps) == 3 and all(line["grad_norm"] > 0 for line in run.steps)
 
     script, batch = load_script(path), make_batch([3, 1, 2, 3])
     logps = torch.randn(batch.completion_mask.shape, requires_grad=True)
     batch.old_logps, batch.rollout_logps = logps.detach(), logps.detach()
     rewards = torch.tensor([[1.0, 0.0, 3.0, 2.0]])
-    names = {"rewards_PG": rewards, "group_advantages": group_advantages, "cfg": SimpleNamespace(group_size=4)}
-    exec(blocks[1], names)
-    torch.testing.assert_close(names["advantages_PG"], rewards - (rewards.sum() - rewards) / 3)
-    batch.advantages = names["advantages_PG"].flatten()
-    cfg = script.Config()
-    loss, _ = script.rloo_loss(lambda micro: (logps, torch.zeros_like(logps)), batch, cfg, Counts(4, 9))
+    batch.advantages = group_advantages(rewards, "rloo").flatten()
+    torch.testing.assert_close(batch.advantages, (rewards - (rewards.sum() - rewards) / 3)[0])
+    cfg = script.Config(loss="grpo", advantage_scale="rloo")
+    loss, _ = script.grpo_loss(lambda micro: (logps, torch.zeros_like(logps)), batch, cfg, Counts(4, 9))
     loss.backward()
     torch.testing.assert_close(logps.grad, -batch.advantages[:, None] * batch.completion_mask / 4)

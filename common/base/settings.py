@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 from common.base.checks import require
 
+Loss = Literal["grpo", "dapo", "dr_grpo", "cispo", "dppo", "sapo", "gspo", "gspo_token", "luspo", "gmpo", "vespo"]
+Advantage = Literal["auto", "group", "batch", "none", "rloo", "maxrl", "lite_ppo", "reinforce_pp", "gdpo"]
+
 
 def stop_strings(text: str) -> tuple[str, ...]:
     """Reads the option `stop_strings`: a JSON list of texts, or "".
@@ -137,5 +140,11 @@ class RLSettings(RewardSettings, PromptSettings):
     reward_model_weight: float = 1.0  # weight of its score in the sum
     overlong_cache: int = 0  # last tokens before max_new_tokens, where a penalty grows to -1 (DAPO, Eq. 13); 0: none
     curriculum: str = ""  # draw prompts by recent success, of each "row" or of rows alike in a column; "": all in turn
+    old_logps: Literal["auto", "trainer", "sampler"] = "auto"  # ratios start from these; the sampler's save a pass
     dynamic_sampling: int = 0  # rounds in which new prompts replace groups with equal rewards (DAPO); 0: none
     reference_refresh: int = 0  # steps between copies of the policy into the reference; 0: never
+
+    @property
+    def sampler_is_old(self) -> bool:
+        """Whether ratios start from the sampler's log-probabilities; "auto": with "dppo", as in its paper."""
+        return self.old_logps == "sampler" or (self.old_logps == "auto" and getattr(self, "loss", "") == "dppo")

@@ -136,14 +136,15 @@ class Policy:
         sharding.gather(self.model, self.whole)
 
     def fill_logps(self, micros: Iterable[RolloutBatch], field: str, tokens: int) -> None:
-        """Writes log-probabilities into micro-batches, without gradients; see `passes.fill`.
+        """Writes log-probabilities into micro-batches that have none, without gradients; see `passes.fill`.
 
         Args:
             micros: to write into.
             field: "old_logps".
             tokens: maximum size of a micro-batch.
         """
-        passes.fill(micros, field, self.wrapped, self.devices, tokens)
+        missing = [micro for micro in micros if getattr(micro, field) is None]
+        passes.fill(missing, field, self.wrapped, self.devices, tokens)
 
 
 class Reference:

@@ -99,6 +99,8 @@ class Sampler(rollout.Sampler):
         )  # fmt: skip
         if self.drafts:
             self.earlier.put(rows, batch.completions)
+        if getattr(cfg, "sampler_is_old", False):  # the trainer computes no old log-probabilities then
+            batch.old_logps = batch.rollout_logps
         return batch
 
     def sample(

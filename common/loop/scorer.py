@@ -1,6 +1,7 @@
 """Scores completions, and assigns advantages to them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,13 @@ class Scorer:
         """What a checkpoint records: a resumed run refuses another service, evaluate.py names the rewards."""
         names = scoring.names(function for function, _ in self.functions)
         return {"reward_service": self.service.fingerprint if self.service else None, "rewards": names}
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each reward function, and of the reward model, by name."""
+        names = scoring.names(function for function, _ in self.functions)
+        weights = dict(zip(names, (weight for _, weight in self.functions), strict=True))
+        return weights | ({"reward_model": self.cfg.reward_model_weight} if self.model else {})
 
     def score(self, examples_P: Sequence[Example], batch: RolloutBatch, step: int = 0) -> Scored:
         """Scores completions.
@@ -167,15 +175,28 @@ def add_overlong_penalty(cfg: Any, scored: Scored, batch: RolloutBatch) -> None:
         scored.rewards, scored.by_function["overlong"] = scored.rewards + penalty_B, penalty_B
 
 
-def group_advantages(rewards_PG: torch.Tensor, scale: str) -> torch.Tensor:
-    """Advantages of this rank's groups; the scale "batch" is that of all ranks; a collective.
+def group_advantages(
+    rewards_PG: torch.Tensor, scale: str, scored: Scored | None = None, weights: Mapping[str, float] | None = None
+) -> torch.Tensor:
+    """Advantages of this rank's groups; those that compare groups compare the groups of all ranks; a collective.
 
     Args:
         rewards_PG: [P, G] fp32, NaN for unscored completions.
-        scale: "group", "batch" or "none".
+        scale: as in `advantages.group_advantages`, or "gdpo".
+        scored: with "gdpo": rewards by function.
+        weights: with "gdpo": of the functions, by name, such as `Scorer.weights`; those without one count once.
     """
     rewards_AG = torch.cat(distributed.gather_objects(rewards_PG))  # of the A prompts of all ranks
-    return distributed.own_share(advantages.group_advantages(rewards_AG, scale))
+    if scale != "gdpo":
+        return distributed.own_share(advantages.group_advantages(rewards_AG, scale))
+    parts = distributed.gather_objects(scored.by_function)
+    names = sorted({name for part in parts for name in part})
+    missing = torch.full(rewards_PG.shape, torch.nan)
+    rewards_FAG = torch.stack([torch.cat([part.get(name, missing).view(missing.shape) for part in parts])
+                               for name in names])  # fmt: skip
+    rewards_FAG = torch.where(rewards_AG.isfinite(), rewards_FAG, torch.nan)
+    weights_F = torch.tensor([(weights or {}).get(name, 1.0) for name in names])
+    return distributed.own_share(advantages.decoupled_advantages(rewards_FAG, weights_F))
 
 
 def assign_advantages(
@@ -199,3 +220,36 @@ def assign_advantages(
     for micro in (micro for minibatch in minibatches for micro in minibatch):
         micro.advantages = advantages_B[micro.rows].to(micro.device)
         micro.drop(left_out_B[micro.rows])
+    if cfg.advantage_scale == "reinforce_pp":
+        normalise_tokens(cfg, minibatches)
+
+
+def normalise_tokens(cfg: Any, minibatches: Sequence[Sequence[RolloutBatch]], eps: float = 1e-4) -> None:
+    """REINFORCE++: an advantage for every token, normalised over all trained tokens of all ranks; a collective.
+
+    With `kl_estimator` "in_reward", a token is charged for the KL to the reference from there on.
+
+    Args:
+        cfg: Config of a GRPO script.
+        minibatches: micro-batches with advantages [m], which become [m, C].
+        eps: added to the standard deviation.
+
+    Source: arXiv 2501.03262.
+    """
+    micros = list(chain(*minibatches))
+    for micro in micros:
+        kl_mC = torch.zeros_like(micro.rollout_logps)
+        if cfg.kl_coef > 0 and cfg.kl_estimator == "in_reward":
+            kl_mC = micro.rollout_logps - micro.ref_logps
+        micro.advantages = advantages.token_returns(micro.advantages, kl_mC, micro.completion_mask, cfg.kl_coef)
+    count = distributed.sum_over_ranks(sum(micro.num_tokens for micro in micros))
+    mean = distributed.sum_over_ranks(sum(_total(micro.advantages, micro) for micro in micros)) / max(1, count)
+    squares = sum(_total((micro.advantages - mean).square(), micro) for micro in micros)
+    std = (distributed.sum_over_ranks(squares) / max(1, count - 1)) ** 0.5
+    for micro in micros:
+        micro.advantages = torch.where(micro.completion_mask, (micro.advantages - mean) / (std + eps), 0.0)
+
+
+def _total(values_mC: torch.Tensor, micro: RolloutBatch) -> float:
+    """Sum over the trained tokens of a micro-batch, in fp64: results do not depend on how a batch is cut."""
+    return torch.where(micro.completion_mask, values_mC.double(), 0.0).sum().item()

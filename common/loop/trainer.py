@@ -36,10 +36,10 @@ class Counts:
         """The denominator of `losses.aggregate`.
 
         Args:
-            aggregation: "seq_mean", "token_mean" or "constant".
+            aggregation: "seq_mean", "seq_sum", "token_mean" or "constant".
             length: with "constant", tokens that each sequence counts as.
         """
-        return {"seq_mean": self.sequences, "token_mean": self.tokens, "constant": self.sequences * length}[aggregation]
+        return {"token_mean": self.tokens, "constant": self.sequences * length}.get(aggregation, self.sequences)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,12 +162,11 @@ def policy_stats(
     logps_mC: torch.Tensor,
     entropy_mC: torch.Tensor,
     ratio: torch.Tensor,
-    clip_range: tuple[float, float],
+    outside: tuple[torch.Tensor, torch.Tensor],
     counts: Counts,
     dual_clip: float = 0.0,
-    by_token: bool = True,
 ) -> Stats:
-    """Metrics of a policy-gradient loss on a micro-batch.
+    """Metrics of a policy-gradient loss on a micro-batch: means over sequences or tokens, as the ratio is one of them.
 
     Args:
         micro: m sequences.
@@ -175,16 +174,14 @@ def policy_stats(
         logps_mC: [m, C] fp32, under the policy.
         entropy_mC: [m, C] fp32.
         ratio: [m] of sequences or [m, C] of tokens, fp32.
-        clip_range: epsilon_low and epsilon_high.
+        outside: which ratios are above and below the clip range, see `losses.outside`.
         counts: of the minibatch.
         dual_clip: cap of the ratio where the advantage is negative; 0: none.
-        by_token: average over tokens; False: over sequences.
     """
-    mask_mC = micro.completion_mask
-    ratio_mask = mask_mC if ratio.dim() == 2 else mask_mC.any(1)
+    mask_mC, by_token = micro.completion_mask, ratio.dim() == 2
     mode, trained = ("token_mean", mask_mC) if by_token else ("seq_mean", mask_mC.any(1))
     total, count = counts.of(mode), trained.sum().clamp(min=1)
-    means = losses.clip_stats(ratio, micro.advantages, *clip_range, ratio_mask, dual_clip)
+    means = losses.clip_stats(ratio, micro.advantages, outside, trained, dual_clip)
     logps_mC, mismatch_mC = logps_mC.detach(), micro.old_logps - micro.rollout_logps
     by_name = {"entropy": entropy_mC.detach(), "kl_old": losses.kl_estimate(micro.old_logps, logps_mC, "k3")}
     if micro.ref_logps is not None:

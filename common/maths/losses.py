@@ -94,7 +94,7 @@ def clipped_surrogate(
 
     Source: arXiv 2507.18071, Eq. 5 for sequences; arXiv 2402.03300, Eq. 3 for tokens.
     """
-    advantages = _align(advantages, ratio)
+    advantages = align(advantages, ratio)
     return torch.minimum(ratio * advantages, ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * advantages)
 
 
@@ -114,7 +114,7 @@ def dual_clip(surrogate: torch.Tensor, advantages: torch.Tensor, cap: float) -> 
 
     Source: arXiv 1912.09729 (dual-clip PPO).
     """
-    advantages = _align(advantages, surrogate)
+    advantages = align(advantages, surrogate)
     return torch.where(advantages < 0, torch.maximum(surrogate, cap * advantages), surrogate)
 
 
@@ -136,14 +136,28 @@ def cispo_surrogate(logps: torch.Tensor, ratio: torch.Tensor, advantages: torch.
     Source: arXiv 2506.13585, Eqs. 4-5, where the cap is 1 + epsilon_high; arXiv 2510.13786 finds 4
     to 8 equally good.
     """
-    return ratio.detach().clamp(max=cap) * _align(advantages, ratio) * logps.float()
+    return ratio.detach().clamp(max=cap) * align(advantages, ratio) * logps.float()
+
+
+def outside(ratio: torch.Tensor, epsilon_low: float, epsilon_high: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which ratios are above and below the clip range.
+
+    Args:
+        ratio: [B] or [B, C] fp32.
+        epsilon_low: as in `clipped_surrogate`.
+        epsilon_high: as in `clipped_surrogate`.
+
+    Returns:
+        Two bool tensors of the shape of `ratio`.
+    """
+    ratio = ratio.detach()
+    return ratio > 1 + epsilon_high, ratio < 1 - epsilon_low
 
 
 def clip_stats(
     ratio: torch.Tensor,
     advantages: torch.Tensor,
-    epsilon_low: float,
-    epsilon_high: float,
+    outside: tuple[torch.Tensor, torch.Tensor],
     mask: torch.Tensor,
     dual_clip: float = 0.0,
 ) -> dict[str, torch.Tensor]:
@@ -152,8 +166,7 @@ def clip_stats(
     Args:
         ratio: [B] or [B, C] fp32.
         advantages: [B], or of the shape of `ratio`.
-        epsilon_low: as in `clipped_surrogate`.
-        epsilon_high: as in `clipped_surrogate`.
+        outside: which are above and below the range, of the shape of `ratio`; see `outside`.
         mask: shape of `ratio`, the entries that count.
         dual_clip: cap of `dual_clip`; 0: unused.
 
@@ -161,9 +174,8 @@ def clip_stats(
         0-d fp32 tensors: `clip_fraction` (clipped, without gradient), `out_of_range` (outside the
         clip range, whatever the sign of the advantage), `ratio_max` (largest ratio).
     """
-    ratio, mask = ratio.detach(), mask.bool()
-    advantages = _align(advantages, ratio)
-    above, below = ratio > 1 + epsilon_high, ratio < 1 - epsilon_low
+    (above, below), ratio, mask = outside, ratio.detach(), mask.bool()
+    advantages = align(advantages, ratio)
     beyond = ratio > (dual_clip or torch.inf)
     clipped = (above & (advantages > 0)) | ((below | beyond) & (advantages < 0))
     count = mask.sum().clamp(min=1)
@@ -172,6 +184,42 @@ def clip_stats(
         "out_of_range": ((above | below) & mask).sum() / count,
         "ratio_max": torch.where(mask, ratio, 0.0).max(),
     }
+
+
+def sampler_weight(
+    old_logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tensor, kind: str, cap: float
+) -> torch.Tensor:
+    """Weight that corrects for a sampler whose probabilities are not those of the policy that the ratio starts from.
+
+    With w = pi_old / pi_sampler, a token or (`seq_...`) the product over its sequence, `tis` weighs
+    by min(w, cap), and `mis` by w, or 0 outside of 1 / cap to cap. Weights of tokens vary little but
+    are biased; products are unbiased before the cap, and vary more the longer the sequence.
+
+    Args:
+        old_logps: [B, C] fp32, recomputed by the model that is trained.
+        sampler_logps: [B, C] fp32, as sampled.
+        mask: [B, C], completion tokens.
+        kind: "tis", "mis", "seq_tis" or "seq_mis".
+        cap: above 1; 2 is usual for tokens.
+
+    Returns:
+        [B, C] fp32, a constant to multiply the surrogate by.
+
+    Raises:
+        ValueError: another kind.
+
+    Source: truncated importance sampling, arXiv 2510.26788, section 2, and masking as in IcePop; neither was read in
+    the original, but in public implementations.
+    """
+    if kind not in ("tis", "mis", "seq_tis", "seq_mis"):
+        raise ValueError(f"sampler correction {kind!r}: must be one of tis, mis, seq_tis, seq_mis")
+    log_weight = torch.where(mask.bool(), old_logps.float() - sampler_logps.float(), 0.0).detach()
+    if kind.startswith("seq_"):
+        log_weight = log_weight.sum(-1, keepdim=True).expand(mask.shape)
+    weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if kind.endswith("tis"):
+        return weight.clamp(max=cap)
+    return torch.where((weight >= 1 / cap) & (weight <= cap), weight, 0.0)
 
 
 def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, kind: str) -> torch.Tensor:
@@ -215,8 +263,9 @@ def aggregate(values: torch.Tensor, mask: torch.Tensor, mode: str, denominator: 
     Args:
         values: [B, C], one value per token.
         mask: [B, C], the tokens that count.
-        mode: "seq_mean" (mean over each sequence first; denominator = sequences), "token_mean" (denominator = tokens)
-            or "constant" (denominator = sequences x a fixed length, as in Dr. GRPO).
+        mode: "seq_mean" (mean over each sequence first; denominator = sequences), "seq_sum" (sum over each sequence;
+            denominator = sequences), "token_mean" (denominator = tokens) or "constant" (denominator = sequences x a
+            fixed length, as in Dr. GRPO).
         denominator: see `mode`.
 
     Returns:
@@ -227,9 +276,9 @@ def aggregate(values: torch.Tensor, mask: torch.Tensor, mode: str, denominator: 
     """
     if mode == "seq_mean":
         return masked_mean(values, mask).sum() / denominator
-    if mode in ("token_mean", "constant"):
+    if mode in ("token_mean", "constant", "seq_sum"):
         return torch.where(mask.bool(), values.float(), 0.0).sum() / denominator
-    raise ValueError(f"aggregation mode {mode!r}: must be one of seq_mean, token_mean, constant")
+    raise ValueError(f"aggregation mode {mode!r}: must be one of seq_mean, seq_sum, token_mean, constant")
 
 
 def weights(mask: torch.Tensor, mode: str, denominator: float) -> torch.Tensor:
@@ -252,6 +301,6 @@ def weights(mask: torch.Tensor, mode: str, denominator: float) -> torch.Tensor:
     return mask.float() / (lengths * denominator)
 
 
-def _align(advantages: torch.Tensor, ratio: torch.Tensor) -> torch.Tensor:
-    """Advantages [B] as [B, 1] for token ratios [B, C]."""
+def align(advantages: torch.Tensor, ratio: torch.Tensor) -> torch.Tensor:
+    """Advantages [B] as [B, 1] where ratios are those of tokens, [B, C]."""
     return advantages[:, None] if advantages.dim() < ratio.dim() else advantages

@@ -140,16 +140,42 @@ def no_longer_than_completions(cfg: Any, name: str) -> None:
     require(value <= limit, f"{name} = {value}", f"must be at most max_new_tokens = {limit}", "lower it")
 
 
+CLIPPED = ("grpo", "dapo", "dr_grpo", "gspo", "gspo_token", "luspo")  # losses that clip a ratio
+ONE_RATIO = ("gspo", "luspo", "gmpo", "vespo")  # losses with one ratio for a sequence, and so one advantage
+
+
 def check_grpo(cfg: Any) -> None:
     """Checks the options of a GRPO script, in addition to `check_rl`."""
     check_rl(cfg)
-    above_zero(cfg, "cispo_cap")
     require(cfg.dual_clip == 0 or cfg.dual_clip > 1, f"dual_clip = {cfg.dual_clip}", "must be above 1",
             "3 is usual; 0 switches it off")  # fmt: skip
-    require(cfg.dual_clip == 0 or cfg.loss != "cispo", f"dual_clip = {cfg.dual_clip}", "the loss 'cispo' holds all "
-            "tokens with cispo_cap", "leave this at 0")  # fmt: skip
+    require(cfg.dual_clip == 0 or cfg.loss in CLIPPED, f"dual_clip = {cfg.dual_clip}, loss = {cfg.loss!r}",
+            f"only {', '.join(CLIPPED)} clip a ratio", "leave dual_clip at 0")  # fmt: skip
+    corrected, cap = cfg.sampler_correction != "none", cfg.sampler_cap
+    require(cap > 1, f"sampler_cap = {cap}", "must be above 1", "2 is usual for tokens")
+    require(not (corrected and cfg.sampler_is_old), f"sampler_correction = {cfg.sampler_correction!r}, loss = "
+            f"{cfg.loss!r}, old_logps = {cfg.old_logps!r}", "ratios start from the sampler, so there is nothing to "
+            "correct", "leave sampler_correction at 'none'")  # fmt: skip
+    if cfg.sampler_is_old and cfg.loss in ("gspo", "gspo_token", "luspo"):
+        warn(f"old_logps = 'sampler', loss = {cfg.loss!r}: in 16 bits, the log-probabilities of sampler and trainer "
+             "differ by more than its clip range")  # fmt: skip
+    check_advantage(cfg)
     if cfg.kl_coef > 0 and cfg.kl_estimator == "k1":
-        warn("kl_estimator = 'k1' has no gradient but noise: nothing is regularised")
+        warn("kl_estimator = 'k1' has no gradient but noise: nothing is regularised; 'in_reward' does")
+
+
+def check_advantage(cfg: Any) -> None:
+    """Checks that the kind of advantages fits rewards, loss and KL."""
+    given = f"advantage_scale = {cfg.advantage_scale!r}"
+    by_token = cfg.advantage_scale == "reinforce_pp"
+    require(not by_token or cfg.loss not in ONE_RATIO, f"{given}, loss = {cfg.loss!r}", "it gives every token an "
+            "advantage of its own, and this loss takes one per sequence", "take dapo, or gspo_token")  # fmt: skip
+    require(by_token or cfg.kl_estimator != "in_reward", f"kl_estimator = 'in_reward', {given}", "the KL becomes "
+            "part of the advantages of tokens", "set advantage_scale to 'reinforce_pp'")  # fmt: skip
+    require(cfg.advantage_scale != "maxrl" or not cfg.overlong_cache, f"{given}, overlong_cache = {cfg.overlong_cache}",
+            "it divides by the mean reward, which penalties would make negative", "leave one of them off")  # fmt: skip
+    require(cfg.advantage_scale != "gdpo" or not cfg.reward_url, f"{given}, reward_url = {cfg.reward_url!r}", "a "
+            "service returns one score, and this normalises each reward function", "take 'group'")  # fmt: skip
 
 
 def check_similarity(cfg: Any) -> None:
@@ -157,6 +183,8 @@ def check_similarity(cfg: Any) -> None:
     at_least(cfg, 1, "similarity_max_tokens", "similarity_batch")
     require(cfg.similarity_method != "within" or cfg.scale == "group", f"advantage_scale = {cfg.scale!r}",
             "'within' divides by the std of the cluster", "leave it at 'auto', and loss not 'dr_grpo'")  # fmt: skip
+    require(cfg.scale not in ("gdpo", "reinforce_pp"), f"advantage_scale = {cfg.scale!r}", "similarity enters a single "
+            "reward, relative to its group", "take 'group' or 'batch', or grpo.py")  # fmt: skip
     try:
         known = cfg.similarity_threshold == "auto" or math.isfinite(float(cfg.similarity_threshold))
     except ValueError:

@@ -1,6 +1,6 @@
 """GRPO for posters: a text or vision-language policy writes a layout as JSON, a reward service scores what is painted.
 
-Papers: GRPO 2402.03300 (Eq. 3), and the losses of GSPO 2507.18071, DAPO 2503.14476 and Dr. GRPO 2503.20783.
+Papers: GRPO 2402.03300 (Eq. 3); common/maths/objectives.py has the objectives of ten more, one function each.
 Run:    bash scripts/start_poster_training_with_reward_server.sh     the service and this script, in one command
         python grpo/poster/poster_grpo.py                            alone; rewards are computed in this process
         torchrun --nproc_per_node=7 grpo/poster/poster_grpo.py --reward_url http://127.0.0.1:8899
@@ -22,13 +22,14 @@ PLACES = [*Path(__file__).resolve().parents, Path(os.environ.get("RL_HAND", ".")
 sys.path[:0] = [str(p) for p in PLACES if (p / "common/loop").is_dir()][:1]
 find_spec("common") or sys.exit("no package common: set RL_HAND to the folder of the clone, or pip install -e it")
 from common.base import checks, config
+from common.base.settings import Loss
 from common.run import rules
 
 config.answer_early(globals())  # answers --help and wrong options before the slow imports
 from common.base import background, devices, distributed
 from common.loop import Reference, RewardSettings, Run, Sampler, Trainer, assign_advantages, fill_logps
 from common.loop import group_advantages, policy_stats
-from common.maths import losses
+from common.maths import losses, objectives
 from common.model import images, sources
 from common.planning import shapes
 from common.tasks import accuracy
@@ -65,9 +66,9 @@ class Config(RewardSettings):
     max_new_tokens: int = 256  # maximum length; a poster of level 1 has about 300 tokens, of level 2 about 600
     temperature: float = 1.0  # of sampling; log-probabilities are computed at it too
     learning_rate: float = 5e-4  # for the built-in policies; 5e-6 up to 0.5B parameters, 1e-6 at 7B
-    loss: Literal["gspo", "grpo", "dapo", "dr_grpo"] = "grpo"  # what is clipped, and how tokens are averaged
-    epsilon_low: float = 0.2  # the ratio is clipped below 1 - epsilon_low; with "gspo" 3e-3 is usual
-    epsilon_high: float = 0.28  # and above 1 + epsilon_high; with "gspo" 4e-3 is usual
+    loss: Loss = "grpo"  # objective, each a function in common/maths/objectives.py; grpo/README.md says when to use it
+    epsilon_low: float = 0.0  # lower end of the clip range, 1 - epsilon_low; 0: that of the loss, 0.2 with "grpo"
+    epsilon_high: float = 0.0  # its upper end, 1 + epsilon_high; 0: that of the loss, 0.28 with "grpo"
     advantage_scale: Literal["auto", "group", "batch", "none"] = "auto"  # what advantages are divided by the std of
     kl_coef: float = 0.0  # weight of the KL to the reference (the starting model, unless refreshed); 0: not loaded
     kl_estimator: Literal["k2", "k3"] = "k3"  # "k3": GRPO paper; "k2" has the gradient of KL(policy, reference)
@@ -85,13 +86,14 @@ class Config(RewardSettings):
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """epsilon_low and epsilon_high."""
-        return self.epsilon_low, self.epsilon_high
+        """epsilon_low and epsilon_high; where they are 0, those of the loss."""
+        low, high = objectives.FAMILY[self.loss].numbers
+        return self.epsilon_low or low, self.epsilon_high or high
 
     @property
     def aggregation(self) -> str:
-        """How the tokens of a minibatch are averaged; with "gspo" each stands for the ratio of its sequence (Eq. 5)."""
-        return {"dapo": "token_mean", "dr_grpo": "constant"}.get(self.loss, "seq_mean")
+        """How the tokens of a minibatch are averaged."""
+        return objectives.FAMILY[self.loss].aggregation
 
     @property
     def scale(self) -> str:
@@ -101,9 +103,6 @@ class Config(RewardSettings):
     def __post_init__(self):
         rules.check_rl(self)  # rules that all scripts share
         checks.at_least(self, 1, "max_images")
-        given = f"epsilon_low = {self.epsilon_low}, epsilon_high = {self.epsilon_high} with the loss 'gspo'"
-        checks.require(self.loss != "gspo" or max(self.clip_range) < 0.1, given, "the ratio of a sequence stays near "
-                       "1, so nothing would clip", "set them to 3e-3 and 4e-3")  # fmt: skip
 
 
 REWARDS = ()  # (function, weight): more, added to the score of the poster; such as (rewards.length_reward(300), 0.1)
@@ -116,18 +115,13 @@ def poster_loss(policy, micro, cfg, counts):
     """Share of a micro-batch in the loss of its minibatch; `counts` are the minibatch's, so the shares add up."""
     mask_mC = micro.completion_mask
     logps_mC, entropy_mC = policy(micro)
-    if cfg.loss == "gspo":  # one ratio per sequence, which counts at each of its tokens
-        ratio = losses.sequence_ratio(logps_mC, micro.old_logps, mask_mC)
-        surrogate_m = losses.clipped_surrogate(ratio, micro.advantages, *cfg.clip_range)
-        surrogate_mC = surrogate_m[:, None].expand_as(logps_mC)
-    else:
-        ratio = losses.token_ratio(logps_mC, micro.old_logps)
-        surrogate_mC = losses.clipped_surrogate(ratio, micro.advantages, *cfg.clip_range)  # Eq. 3
+    objective = objectives.FAMILY[cfg.loss].function
+    surrogate_mC, ratio, outside = objective(logps_mC, micro.old_logps, micro.advantages, mask_mC, *cfg.clip_range)
     loss_mC = -surrogate_mC
     if cfg.kl_coef > 0:
         loss_mC = loss_mC + cfg.kl_coef * losses.kl_estimate(logps_mC, micro.ref_logps, cfg.kl_estimator)
     loss = losses.aggregate(loss_mC, mask_mC, cfg.aggregation, counts.of(cfg.aggregation, cfg.max_new_tokens))
-    return loss, policy_stats(micro, loss, logps_mC, entropy_mC, ratio, cfg.clip_range, counts)
+    return loss, policy_stats(micro, loss, logps_mC, entropy_mC, ratio, outside, counts)
 
 
 def main(cfg: Config, rewards=REWARDS) -> None:

@@ -41,20 +41,20 @@ def darling(rewards: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         labels: [P, G] of all scored responses, right or wrong; -1 for those that are in no cluster.
 
     Returns:
-        [P, G]: r x max(0.1, (n - size) / (n - 1)) for n labelled responses in a group and size of
-        them in the cluster; unchanged if n = 1. Other rewards are unchanged, or repetition would
-        improve negative ones.
+        [P, G]: r x max(0.1, (n - size) / (n - 1)) for n scored responses in a group and size of them
+        in the cluster; unchanged if n = 1. Other rewards are unchanged, or repetition would improve
+        negative ones.
 
     Source: arXiv 2509.02534 (DARLING), Eqs. 4 to 6, from a summary, and the authors' code, which has
     the floor of 0.1 and this divisor as the only normalisation. Their classes come from a trained
     classifier joined by union-find, ours from clusters of embeddings; their advantages are not
     divided by a standard deviation.
     """
-    labelled = labels >= 0
-    count = labelled.sum(-1, keepdim=True)
-    others = (count - cluster_sizes(labels, labelled)).to(rewards.dtype)
+    scored = rewards.isfinite()
+    count = scored.sum(-1, keepdim=True)
+    others = (count - cluster_sizes(labels, scored)).to(rewards.dtype)
     diversity = torch.where(count > 1, others / (count - 1).clamp(min=1), 1.0).clamp(min=LEAST_DIVERSITY)
-    return torch.where((rewards > 0) & labelled, rewards * diversity, rewards)
+    return torch.where((rewards > 0) & scored, rewards * diversity, rewards)
 
 
 def dra(rewards: torch.Tensor, cosines: torch.Tensor) -> torch.Tensor:
@@ -165,7 +165,7 @@ def uarl(advantages: torch.Tensor, labels: torch.Tensor, alpha: float) -> torch.
     Source: arXiv 2601.08763 (UARL), Eqs. 1 to 6, from a summary; alpha is between 0 and 1 there. A
     language model judges which strategies are the same; here embeddings do.
     """
-    return advantages * cluster_sizes(labels, labels >= 0).to(advantages.dtype).pow(-alpha)
+    return advantages * cluster_sizes(labels, advantages.isfinite()).to(advantages.dtype).pow(-alpha)
 
 
 def within(rewards: torch.Tensor, labels: torch.Tensor, kappa: float, singletons: str) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Rules by which repetition costs reward or advantage: each method of grpo/similarity_grpo.py is one function here.
 
 All are functions of tensors, and permuting the responses to a prompt only permutes the result. Rules for rewards leave
-unscored responses (NaN) unscored, and a response is never worth more for repeating others, right or wrong.
+unscored responses (NaN) unscored, and a response that repeats others, right or wrong, is never worth more than if it
+were unlike all of them.
 
 Dims: P prompts, G completions per prompt, n completions of one prompt.
 """
@@ -93,7 +94,8 @@ def mmr(rewards: torch.Tensor, cosines: torch.Tensor, weight: float = 0.0) -> to
     batch together, and has the floor of 0 and the std with ddof 0. The paper does not order equal
     scores: here the response whose nearest others are farther comes first, and responses that
     nothing tells apart, such as equal texts, share the mean of their values. If the highest reward
-    is negative it is multiplied by lambda too, or it would be the lowest.
+    is negative it is multiplied by lambda too, or it would be the lowest. A near copy that is ranked
+    last of its kind can be worth less than an exact one, which shares.
     """
     shaped = rewards.clone()
     for values, alike, out in zip(rewards, cosines.clamp(min=0), shaped, strict=True):

@@ -1,4 +1,4 @@
-"""Mutation test: puts 89 small faults into copies of this project, one at a time, and runs the tests on each.
+"""Mutation test: puts 92 small faults into copies of this project, one at a time, and runs the tests on each.
 
 Run:  python scripts/dev/mutate.py --out faults.md                  all faults, each against the fast tier
       python scripts/dev/mutate.py --out faults.md --first-only     only the test files named with each fault
@@ -148,8 +148,14 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("weight-0-counts", "mask", "common/tasks/scoring.py", "if not weight:", "if False:", "scoring"),
     ("overlong-sign", "sign", "common/tasks/rewards.py", "(max_new_tokens - cache - lengths)",
      "(lengths - max_new_tokens + cache)", "rewards grpo"),
-    ("cluster-sign", "sign", "common/tasks/similarity.py", "_sizes(labels, positive).to(rewards.dtype).pow(-alpha)",
-     "_sizes(labels, positive).to(rewards.dtype).pow(alpha)", "similarity"),
+    ("cluster-sign", "sign", "common/tasks/diversity.py", "(labels, positive).to(rewards.dtype).pow(-alpha)",
+     "(labels, positive).to(rewards.dtype).pow(alpha)", "similarity"),
+    ("rarity-turned", "sign", "common/tasks/diversity.py", "((theirs > own) & scored", "((theirs < own) & scored",
+     "diversity"),
+    ("darling-counts-itself", "off by one", "common/tasks/diversity.py", "others / (count - 1).clamp(min=1)",
+     "others / count.clamp(min=1)", "diversity"),
+    ("mmr-forgets", "state", "common/tasks/diversity.py", "max(near, alike[i][latest])", "alike[i][latest]",
+     "diversity"),
     ("vector-length", "factor", "common/tasks/embedder.py", "vectors[rows_of[text]] = vector / length",
      "vectors[rows_of[text]] = vector", "embedder"),
     # models and memory
@@ -226,8 +232,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "golden grpo"),
     ("gkd-sides", "sign", "gkd/gkd.py", "advantages_mC = micro.teacher.token_logps - micro.old_logps",
      "advantages_mC = micro.old_logps - micro.teacher.token_logps", "golden gkd"),
-    ("similarity-unused", "state", "grpo/similarity_grpo.py", "rewards_AG = similarity.group_rewards(",
-     "similarity.group_rewards(", "similarity"),
+    ("similarity-unused", "state", "grpo/similarity_grpo.py", "rewards_AG = diversity.group_rewards(",
+     "diversity.group_rewards(", "similarity"),
     ("rank-advantages", "sync", "common/base/distributed.py", "values.chunk(num_ranks())[rank()]",
      "values.chunk(num_ranks())[0]", "poster_grpo"),
     ("rounding-cap", "check", "common/model/agreement.py", "min(LARGEST, MARGIN * measured_rounding(model, rows))",

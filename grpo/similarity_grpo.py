@@ -21,7 +21,7 @@ PLACES = [*Path(__file__).resolve().parents, Path(os.environ.get("RL_HAND", ".")
 sys.path[:0] = [str(p) for p in PLACES if (p / "common/loop").is_dir()][:1]
 find_spec("common") or sys.exit("no package common: set RL_HAND to the folder of the clone, or pip install -e it")
 from common.base import config
-from common.base.settings import Advantage, Loss
+from common.base.settings import Advantage, Diversity, Loss
 from common.run import rules
 
 config.answer_early(globals())  # answers --help and wrong options before the slow imports
@@ -67,9 +67,7 @@ class Config(RLSettings):
     kl_coef: float = 0.0  # weight of the KL to the reference (the starting model, unless refreshed); 0: not loaded
     kl_estimator: Literal["k1", "k2", "k3", "rho_k3", "in_reward"] = "k3"  # "k2", "rho_k3": of KL(policy, reference)
 
-    similarity_method: Literal[
-        "discount", "advantage", "dra", "within", "darling", "uarl", "balanced", "mmr", "unlikeliness"
-    ] = "discount"  # where similarity enters; grpo/README.md says when to use which
+    similarity_method: Diversity = "discount"  # where similarity enters; grpo/README.md says when to use which
     similarity_model: str = "auto"  # hub id or folder; "ngrams": built in; "auto": BAAI/bge-m3, "ngrams" for "toy"
     similarity_text: Literal["response", "answer"] = "response"  # what is compared; "answer": the final one found in it
     similarity_threshold: str = "auto"  # cosine from which responses are alike, 0.9; "auto": from the first 5 steps

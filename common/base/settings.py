@@ -10,6 +10,7 @@ from typing import Any, Literal
 from common.base.checks import require
 
 Loss = Literal["grpo", "dapo", "dr_grpo", "cispo", "dppo", "sapo", "gspo", "gspo_token", "luspo", "gmpo", "vespo"]
+Diversity = Literal["discount", "advantage", "dra", "within", "darling", "uarl", "balanced", "mmr", "unlikeliness"]
 Advantage = Literal["auto", "group", "batch", "none", "rloo", "maxrl", "lite_ppo", "reinforce_pp", "gdpo"]
 
 

@@ -3,7 +3,7 @@
 The G responses to a prompt are embedded and clustered by cosine similarity. With the default method, a right response
 is worth less, the more right responses say the same: r -> r * (size of its cluster)^-alpha.
 
-Papers: GRPO 2402.03300; common/tasks/similarity.py and grpo/README.md name the source of each method.
+Papers: GRPO 2402.03300; common/tasks/diversity.py and grpo/README.md name the source of each method.
 Run:    python grpo/similarity_grpo.py    edit the constants below, or pass --similarity_alpha 1 (--help lists all)
         torchrun --nproc_per_node=2 grpo/similarity_grpo.py    each rank embeds the responses to its own prompts
 Costs:  with bge-m3, 64 completions of 256 tokens: 0.07 to 0.17 s a step, 1.1 GiB (grpo/README.md)
@@ -28,7 +28,7 @@ from common.base import background, devices, distributed
 from common.loop import Policy, Reference, RLSettings, Run, Sampler, Scorer, Trainer, add_overlong_penalty
 from common.loop import assign_advantages, evaluate, fill_logps, load_data, policy_stats, resample, similar
 from common.maths import advantages, losses
-from common.tasks import rewards, similarity
+from common.tasks import diversity, rewards
 from common.training import optim
 
 POLICY_GPU_IDS = None  # replicas that train, in this process; None: one process per GPU, under torchrun
@@ -65,13 +65,17 @@ class Config(RLSettings):
     kl_coef: float = 0.0  # weight of the KL to the reference (the starting model, unless refreshed); 0: not loaded
     kl_estimator: Literal["k1", "k2", "k3", "rho_k3"] = "k3"  # "k2", "rho_k3": gradient of KL(policy, reference)
 
-    similarity_method: Literal["discount", "advantage", "dra", "within"] = "discount"  # where similarity enters
+    similarity_method: Literal[
+        "discount", "advantage", "dra", "within", "darling", "uarl", "balanced", "mmr", "unlikeliness"
+    ] = "discount"  # where similarity enters; grpo/README.md says when to use which
     similarity_model: str = "auto"  # hub id or folder; "ngrams": built in; "auto": BAAI/bge-m3, "ngrams" for "toy"
     similarity_text: Literal["response", "answer"] = "response"  # what is compared; "answer": the final one found in it
     similarity_threshold: str = "auto"  # cosine from which responses are alike, 0.9; "auto": from the first 5 steps
-    similarity_alpha: float = 0.5  # with "discount" and "advantage": exponent of the cluster size; 0: plain GRPO
+    similarity_alpha: float = 0.5  # "discount", "advantage", "uarl", "balanced": power of cluster sizes; 0: plain GRPO
     similarity_kappa: float = 0.0  # with "within": weight of the whole group against the cluster; inf: plain GRPO
     similarity_singletons: Literal["zero", "group"] = "group"  # with "within": the advantage of a cluster of one
+    similarity_lambda: float = 0.0  # with "mmr": weight of the reward; 1: plain GRPO; 0: from the std of the group
+    similarity_rarity: float = 0.25  # with "unlikeliness": share the likeliest response loses; 0: plain GRPO
     similarity_max_tokens: int = 1024  # of a response that the embedding model reads
     similarity_batch: int = 64  # responses embedded at once per GPU
     similarity_offload: bool = False  # the embedding model waits on the CPU between its phases
@@ -101,7 +105,9 @@ class Config(RLSettings):
 
     @property
     def embedding_model(self) -> str:
-        """similarity_model; "auto" needs no download for the built-in policy."""
+        """similarity_model; "auto" needs no download for the built-in policy. "": the method needs none."""
+        if self.similarity_method == "unlikeliness":
+            return ""
         usual = "ngrams" if self.policy_model == "toy" else "BAAI/bge-m3"
         return usual if self.similarity_model == "auto" else self.similarity_model
 
@@ -144,17 +150,28 @@ def grpo_loss(policy, micro, cfg, counts):
     return loss, policy_stats(micro, loss, logps_mC, entropy_mC, ratio_mC, cfg.clip_range, counts, cfg.dual_clip)
 
 
-def similarity_advantages(rewards_AG, labels_AG, cosines_AGG, cfg):
-    """Advantages [A, G] that know which responses are alike."""
-    if cfg.similarity_method == "within":
-        return similarity.within(rewards_AG, labels_AG, cfg.similarity_kappa, cfg.similarity_singletons)
-    if cfg.similarity_method == "discount":
-        rewards_AG = similarity.group_rewards(rewards_AG, labels_AG, cfg.similarity_alpha)
-    elif cfg.similarity_method == "dra":
-        rewards_AG = similarity.dra(rewards_AG, cosines_AGG)
+def similarity_advantages(rewards_AG, labels_AG, cosines_AGG, logps_AG, cfg):
+    """Advantages [A, G] that know which responses are alike, or likely."""
+    method, alpha = cfg.similarity_method, cfg.similarity_alpha
+    if method == "within":
+        return diversity.within(rewards_AG, labels_AG, cfg.similarity_kappa, cfg.similarity_singletons)
+    if method == "balanced":
+        return diversity.balanced(rewards_AG, labels_AG, alpha)
+    if method == "discount":
+        rewards_AG = diversity.group_rewards(rewards_AG, labels_AG, alpha)
+    elif method == "darling":
+        rewards_AG = diversity.darling(rewards_AG, labels_AG)
+    elif method == "dra":
+        rewards_AG = diversity.dra(rewards_AG, cosines_AGG)
+    elif method == "mmr":
+        rewards_AG = diversity.mmr(rewards_AG, cosines_AGG, cfg.similarity_lambda)
+    elif method == "unlikeliness":
+        rewards_AG = diversity.unlikeliness(rewards_AG, logps_AG, cfg.similarity_rarity)
     advantages_AG = advantages.group_advantages(rewards_AG, cfg.scale)
-    if cfg.similarity_method == "advantage":
-        advantages_AG = similarity.reweight(advantages_AG, labels_AG, cfg.similarity_alpha)
+    if method == "advantage":
+        advantages_AG = diversity.reweight(advantages_AG, labels_AG, alpha)
+    elif method == "uarl":
+        advantages_AG = diversity.uarl(advantages_AG, labels_AG, alpha)
     return advantages_AG
 
 
@@ -188,7 +205,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
             scoring = background.start(scorer.score, examples_P, batch, step)
             if cfg.dynamic_sampling:  # waits for the scores, then replaces groups with equal rewards, in place
                 batch = run.batch = resample(cfg, step, examples_P, batch, scoring, prompts, sampler, scorer, log)
-            embedding = groups.start(scoring)
+            embedding = groups.start(scoring, batch)
             with run.phase("logprobs", collective=policy.sharded):
                 minibatches = trainer.minibatches(batch)
                 fill_logps(minibatches, policy, reference, trainer.micro_batch_tokens)

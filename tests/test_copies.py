@@ -16,9 +16,9 @@ POSTER, SUPERVISED = (ROOT / "grpo" / "poster" / f"{name}.py" for name in ("post
 ALONE = ("gspo", "similarity_grpo", "gkd", "sft")  # of an algorithm each; the texts of variants are equal, as tested
 COMMON = sorted((ROOT / "common").rglob("*.py"))
 # lines of the first script of an algorithm; its two variants have longer docstrings
-MOST_LINES = {"gspo": 180, "grpo": 195, "gkd": 205, "sft": 139, "similarity_grpo": 230, "poster_grpo": 230,
+MOST_LINES = {"gspo": 180, "grpo": 195, "gkd": 205, "sft": 139, "similarity_grpo": 247, "poster_grpo": 230,
               "supervised": 159}  # fmt: skip
-MOST_LINES_TOGETHER = 2690
+MOST_LINES_TOGETHER = 2707
 
 
 def below_constants(path: Path) -> str:

@@ -73,6 +73,10 @@ def halved(launcher, tmp_path_factory):
     ("similarity_grpo", "batch", dict(similarity_method="discount", similarity_alpha=0.0, **NGRAMS)),
     parity("similarity_grpo", "batch", dict(similarity_threshold=2.0, **NGRAMS)),  # every response is a cluster
     parity("similarity_grpo", "group", dict(similarity_method="within", similarity_kappa=math.inf, **NGRAMS)),
+    parity("similarity_grpo", "group", dict(similarity_method="mmr", similarity_lambda=1.0, **NGRAMS)),
+    parity("similarity_grpo", "group", dict(similarity_method="unlikeliness", similarity_rarity=0.0)),
+    *(parity("similarity_grpo", "group", dict(similarity_method=method, similarity_threshold=2.0, **NGRAMS))
+      for method in ("darling", "uarl", "balanced")),
 ])  # fmt: skip
 def test_in_one_process_all_variants_are_equal(halved, script, scale, neutral):
     one = halved("grpo", **FULL, advantage_scale=scale)
@@ -90,6 +94,8 @@ def test_in_one_process_all_variants_are_equal(halved, script, scale, neutral):
     # numbers of clusters are those of all ranks, which have unequal numbers of them
     ("similarity_grpo", "similarity_grpo", dict(similarity_method="discount", **NGRAMS)),
     ("similarity_grpo", "similarity_grpo", dict(similarity_method="within", similarity_kappa=2.0, **NGRAMS)),
+    ("similarity_grpo", "similarity_grpo", dict(similarity_method="balanced", similarity_alpha=1.0, **NGRAMS)),
+    ("similarity_grpo", "similarity_grpo", dict(similarity_method="unlikeliness")),
 ])  # fmt: skip
 def test_two_ranks_with_other_micro_batches_are_one_process(halved, one, two, options):
     one, two = halved(one, **options), halved(two, 2, **options, micro_batch_tokens=35)
@@ -144,6 +150,9 @@ def test_every_metric_is_explained_and_none_is_missing(halved):
     ("grpo", dict(grpo_epochs=2), "unknown option --grpo_epochs"),
     ("similarity_grpo", dict(similarity_threshold="high"), "similarity_threshold = 'high': must be a cosine"),
     ("similarity_grpo", dict(similarity_method="within", advantage_scale="batch"), "advantage_scale = 'batch'"),
+    ("similarity_grpo", dict(similarity_method="balanced", loss="dr_grpo"), "advantage_scale = 'none': 'balanced' has"),
+    ("similarity_grpo", dict(similarity_rarity=1.5), "similarity_rarity = 1.5: is a share, at most 1"),
+    ("similarity_grpo", dict(similarity_lambda=1.5), "similarity_lambda = 1.5: is a share, at most 1"),
 ], ids=str)  # fmt: skip
 def test_wrong_options_are_named(capsys, script, options, message):
     assert message in refused(capsys, script, **options)
@@ -191,6 +200,18 @@ def test_only_the_final_answer_is_compared_when_asked():
     for text, expected in (("response", texts), ("answer", ["7"] * 4)):
         cfg = SimpleNamespace(similarity_text=text, group_size=2)
         assert similar.embed_responses(scoring, lambda *given: given, cfg) == (expected, 2)
+
+
+@pytest.mark.parametrize("method", [parity("darling"), parity("uarl"), parity("balanced"), "mmr", "unlikeliness"])
+def test_every_method_trains(launcher, tmp_path, method):
+    options = dict(NGRAMS)
+    if method == "unlikeliness":  # no embedding model is looked for, let alone loaded
+        options = dict(similarity_model="/no/such/model")
+    run = launcher.run("similarity_grpo", tmp_path, rewards=[half], steps=2, similarity_method=method, **options)
+    run.succeeded()
+    assert all(0 < line["grad_norm"] < 100 and 0 < line["similarity_share"] < 1 for line in run.steps)
+    assert all((name in line) == (method != "unlikeliness") for line in run.steps for name in CLUSTERS)
+    assert ("similarity: ngrams created" in run.output) == (method != "unlikeliness")
 
 
 def test_a_model_that_cannot_be_had_is_an_error_before_anything_is_loaded(launcher, tmp_path):

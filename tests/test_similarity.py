@@ -1,4 +1,4 @@
-"""Tests of common/tasks/similarity.py: clusters, the automatic threshold, and clusters in rewards and advantages."""
+"""Tests of common/tasks/similarity.py: clusters, the automatic threshold, and the first four rules of diversity.py."""
 
 import itertools
 import json
@@ -154,6 +154,8 @@ def test_only_positive_responses_are_in_groups():
     vectors = torch.stack([at_angles(0, 1, 90, 0), at_angles(90, 0, 1, 2), at_angles(0, 1, 2, 3)])
     rewards = torch.tensor([[1, 0.5, 1, -1], [1, NAN, 2, 1], [0, 0, -1, NAN]])
     assert similarity.cluster_groups(vectors, rewards, 0.9).tolist() == [[0, 0, 1, -1], [0, -1, 1, 1], [-1] * 4]
+    scored = similarity.cluster_groups(vectors, rewards, 0.9, only_positive=False)
+    assert scored.tolist() == [[0, 0, 1, 0], [0, -1, 1, 1], [0, 0, 0, -1]]
 
 
 def test_stats_by_hand_and_of_nothing():
@@ -329,7 +331,7 @@ def test_labels_and_options_that_cannot_be_are_refused():
             within(row(1, 0), torch.zeros(1, 2).long(), kappa, singletons)
 
 
-@pytest.mark.parametrize("method", ["discount", "advantage", "dra", "within"])
+@pytest.mark.parametrize("method", ["discount", "advantage", "dra", "within", "darling", "uarl", "balanced", "mmr"])
 def test_groups_with_nothing_to_compare_have_advantage_zero(method):
     for texts, values in [
         (["a"], [1.0]), (["a"] * 4, [1.0] * 4), (["a"] * 4, [NAN] * 4), (["", " ", "\n", "\t"], [1.0] * 4),
@@ -341,14 +343,15 @@ def test_groups_with_nothing_to_compare_have_advantage_zero(method):
             clusters = similar.cluster(cfg, row(*values), vectors, Threshold(tau))
             found = script.similarity_advantages(*clusters, cfg)
             assert torch.equal(found, torch.zeros(1, len(texts))), (tau, texts, values)
-            assert not math.isnan(similarity.cluster_stats(*clusters[1:])["clusters"])
+            assert not math.isnan(similarity.cluster_stats(clusters.labels, clusters.cosines)["clusters"])
 
 
 def test_empty_responses_are_groups_of_their_own_and_never_nan():
     vectors = NGRAMS(["", " \n", "a", "a", "\U0001f389", "\U0001f389", "\u200b", "b"], 8)
     cfg = script.Config(similarity_threshold="0.9")
     clusters = similar.cluster(cfg, torch.ones(1, 8), vectors, Threshold(0.9))
-    found, stats = script.similarity_advantages(*clusters, cfg), similarity.cluster_stats(*clusters[1:])
+    found = script.similarity_advantages(*clusters, cfg)
+    stats = similarity.cluster_stats(clusters.labels, clusters.cosines)
     pair = 2**-0.5  # the two "a" and the two of the emoji; all others are alone
     shaped = row(1.0, 1.0, pair, pair, pair, pair, 1.0, 1.0)
     torch.testing.assert_close(found, group_advantages(shaped, "batch"))

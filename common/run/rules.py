@@ -155,8 +155,12 @@ def check_grpo(cfg: Any) -> None:
 def check_similarity(cfg: Any) -> None:
     """Checks the options of similarity groups, in the Config of grpo/similarity_grpo.py."""
     at_least(cfg, 1, "similarity_max_tokens", "similarity_batch")
-    require(cfg.similarity_method != "within" or cfg.scale == "group", f"advantage_scale = {cfg.scale!r}",
-            "'within' divides by the std of the cluster", "leave it at 'auto', and loss not 'dr_grpo'")  # fmt: skip
+    require(cfg.similarity_method not in ("within", "balanced") or cfg.scale == "group",
+            f"advantage_scale = {cfg.scale!r}", f"{cfg.similarity_method!r} has a std of its own",
+            "leave it at 'auto', and loss not 'dr_grpo'")  # fmt: skip
+    for name in ("similarity_lambda", "similarity_rarity"):
+        value = getattr(cfg, name)
+        require(value <= 1, f"{name} = {value}", "is a share, at most 1", "lower it")
     try:
         known = cfg.similarity_threshold == "auto" or math.isfinite(float(cfg.similarity_threshold))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Clusters of similar responses to one prompt, and how they enter rewards or advantages.
+"""Clusters of similar responses to one prompt; diversity.py has the rules for what they change.
 
 Dims: P prompts, G completions per prompt, n completions of one prompt, D embedding width.
 """
@@ -13,7 +13,11 @@ from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import squareform
 
 from common.base.distributed import print_main
-from common.maths.advantages import group_advantages
+from common.tasks.diversity import cluster_sizes, dra, group_rewards, reweight, within
+
+# the rules are in diversity.py; those that were in this file can be named from here too
+__all__ = ["Threshold", "cluster", "cluster_by_silhouette", "cluster_groups", "cluster_stats", "cosines", "dra",
+           "group_rewards", "reweight", "within"]  # fmt: skip
 
 NUM_CALIBRATION = 5  # batches that set an automatic threshold
 QUANTILE = 0.7  # of a batch's cosines: at an automatic threshold, about a third of the pairs are alike
@@ -111,20 +115,24 @@ def cluster_by_silhouette(embeddings: torch.Tensor, max_clusters: int = 7, min_s
     return _numbered(groups)
 
 
-def cluster_groups(embeddings: torch.Tensor, rewards: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Clusters the positive responses to each prompt, see `cluster`.
+def cluster_groups(
+    embeddings: torch.Tensor, rewards: torch.Tensor, threshold: float, only_positive: bool = True
+) -> torch.Tensor:
+    """Clusters the responses to each prompt, see `cluster`.
 
     Args:
         embeddings: [P, G, D].
         rewards: [P, G]; NaN = unscored.
         threshold: cosine.
+        only_positive: leave out responses whose reward is not above 0, not only unscored ones.
 
     Returns:
-        [P, G] int64, numbered from 0 in each row; -1 where the reward is not above 0.
+        [P, G] int64, numbered from 0 in each row; -1 for responses left out.
     """
+    rewards = rewards.cpu()
     labels = torch.full(rewards.shape, -1)
-    for row, group, positive in zip(labels, embeddings, rewards.cpu() > 0, strict=True):
-        row[positive] = cluster(group[positive], threshold)
+    for row, group, kept in zip(labels, embeddings, rewards > 0 if only_positive else rewards.isfinite(), strict=True):
+        row[kept] = cluster(group[kept], threshold)
     return labels
 
 
@@ -141,7 +149,7 @@ def cluster_stats(labels: torch.Tensor, cosines: torch.Tensor) -> dict[str, floa
         cluster) and `effective_clusters` (exp of the entropy, in nats, of the clusters' shares).
         NaN without values.
     """
-    sizes, labelled = _sizes(labels, labels >= 0).double(), labels >= 0
+    sizes, labelled = cluster_sizes(labels, labels >= 0).double(), labels >= 0
     count = labelled.sum(-1)
     any_labelled = count > 0
     # each row adds 1 / size to the number of clusters, and log(count / size) / count to the entropy
@@ -198,7 +206,7 @@ class Threshold:
         """
         positive = rewards > 0
         positives = positive.sum(-1)
-        clusters = torch.where(positive, 1.0 / _sizes(labels, positive), 0.0).sum(-1).round()
+        clusters = torch.where(positive, 1.0 / cluster_sizes(labels, positive), 0.0).sum(-1).round()
         counted = positives >= 2
         if not counted.any():
             return
@@ -213,105 +221,6 @@ class Threshold:
         if what not in self._warned:
             print_main(f"warning: the median group {what}")
         self._warned.add(what)
-
-
-def group_rewards(rewards: torch.Tensor, labels: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Divides positive rewards by a power of the size of their cluster.
-
-    Args:
-        rewards: [n] or [P, G]; NaN = unscored.
-        labels: same shape; -1 for rows that are in no cluster.
-        alpha: r becomes r x size^-alpha, where size counts the cluster's members with a positive reward; 0 changes
-            nothing.
-
-    Returns:
-        Same shape and dtype; rewards that are not positive are unchanged, NaN included.
-
-    Source: none; similar to arXiv 2509.02534 (DARLING) and arXiv 2601.08763 (UARL).
-    """
-    positive = rewards > 0
-    return torch.where(positive, rewards * _sizes(labels, positive).to(rewards.dtype).pow(-alpha), rewards)
-
-
-def reweight(advantages: torch.Tensor, labels: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Shifts positive advantages from large clusters to small ones; their sum in each row is kept.
-
-    Args:
-        advantages: [P, G] fp32.
-        labels: [P, G]; -1 for rows that are in no cluster.
-        alpha: A becomes Z x size^-alpha x A, where size counts the cluster's members with a positive advantage, and Z
-            keeps the sum; 0 changes nothing.
-
-    Returns:
-        [P, G] fp32; advantages that are not positive are unchanged.
-
-    Source: arXiv 2608.03467 (Cue-GRPO), not checked against the paper.
-    """
-    positive = advantages > 0
-    kept = torch.where(positive, advantages, 0.0)
-    weighted = kept * _sizes(labels, positive).to(kept.dtype).pow(-alpha)
-    z = kept.sum(-1, keepdim=True) / weighted.sum(-1, keepdim=True)  # NaN, but unused, in rows without positive ones
-    return torch.where(positive, z * weighted, advantages)
-
-
-def dra(rewards: torch.Tensor, cosines: torch.Tensor) -> torch.Tensor:
-    """Divides positive rewards by the redundancy of the response in its group.
-
-    Args:
-        rewards: [P, G]; NaN = unscored.
-        cosines: [P, G, G], see `cosines`; negative ones count as 0.
-
-    Returns:
-        [P, G]: r_i / (1 + sum of the cosines with the others). Other rewards are unchanged, or
-        repetition would improve negative ones.
-
-    Source: arXiv 2505.09655 (DRA-GRPO). Its code sums the cosines over the batch of a device, not
-    over the group.
-    """
-    others = cosines.clamp(min=0) * (1 - torch.eye(cosines.shape[-1]))
-    return torch.where(rewards > 0, rewards / (1 + others.sum(-1)), rewards)
-
-
-def within(rewards: torch.Tensor, labels: torch.Tensor, kappa: float, singletons: str) -> torch.Tensor:
-    """Advantages within the cluster of a response, shrunk towards those within its group.
-
-    Args:
-        rewards: [P, G]; NaN = unscored.
-        labels: [P, G]; -1 for rows that are in no cluster, which get the advantage within the
-            group.
-        kappa: the advantage within a cluster of m scored members has weight m / (m + kappa); inf is
-            plain GRPO.
-        singletons: advantage within a cluster of one scored member: "zero", or "group" (plain
-            GRPO).
-
-    Returns:
-        [P, G] fp32; 0 for unscored completions.
-
-    Raises:
-        ValueError: another value of `singletons`, or kappa below 0.
-
-    Source: none. Both advantages come from `common.maths.advantages.group_advantages`.
-    """
-    if singletons not in ("zero", "group") or not kappa >= 0:
-        raise ValueError(f"kappa = {kappa}, singletons = {singletons!r}: must be at least 0, and one of zero, group")
-    plain = group_advantages(rewards, "group")
-    scored = rewards.isfinite()
-    sizes = _sizes(labels, scored).to(plain.dtype)
-    inside = plain.clone()
-    for label in labels[labels >= 0].unique():
-        member = scored & (labels == label)
-        inside = torch.where(member, group_advantages(torch.where(member, rewards, torch.nan), "group"), inside)
-    if singletons == "group":
-        inside = torch.where(sizes == 1, plain, inside)
-    return torch.lerp(plain, inside, sizes / (sizes + kappa))
-
-
-def _sizes(labels: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """Number of counted rows in the cluster of each row, at least 1; a row in no cluster is alone."""
-    if labels.shape != counted.shape:
-        raise ValueError(f"labels of shape {list(labels.shape)} for {list(counted.shape)} responses: one label each")
-    same = (labels[..., :, None] == labels[..., None, :]) & (labels >= 0)[..., None, :]
-    return (same & counted[..., None, :]).sum(-1).clamp(min=1)
 
 
 def _pairs(cosines: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from claims_distill import distillation, steps_to_teacher, tail_bucket
 from claims_logits import bf16_logits
 
 from common.maths import advantages, losses
-from common.tasks import similarity
+from common.tasks import diversity
 
 # --- 1, 2, 3: a policy that copies digits, trained on minibatches that grow stale ---
 
@@ -385,25 +385,41 @@ ARMS, CORRECT = 12, 6  # the first six are correct
 METHODS = {  # and how the table calls them
     "grpo": "GRPO",
     "discount": "discount (alpha 0.5)",
-    "reweight": "reweight (alpha 1)",
+    "darling": "DARLING",
     "dra": "DRA",
+    "mmr": "MMR",
+    "unlikeliness": "unlikeliness (0.25)",
+    "reweight": "reweight (alpha 1)",
+    "uarl": "UARL (alpha 1)",
+    "balanced": "balanced (alpha 1)",
     "within": "within (kappa 1)",
 }
 
 
-def shaped_advantages(method: str, rewards: torch.Tensor, labels: torch.Tensor, runs: int) -> torch.Tensor:
+def shaped_advantages(
+    method: str, rewards: torch.Tensor, labels: torch.Tensor, logps: torch.Tensor, runs: int
+) -> torch.Tensor:
     """Advantages [groups, G] by one of the methods; groups of a run are adjacent."""
-    if method == "grpo":
-        return advantages.group_advantages(rewards, "group")
+    if method == "balanced":
+        return diversity.balanced(rewards, labels, 1.0)
+    if method == "within":
+        return diversity.within(rewards, labels, 1.0, "group")
+    cosines = 0.5 + 0.5 * (labels[:, :, None] == labels[:, None, :])  # those of different arms are 0.5
     if method == "discount":  # std of the batch, per run
-        shaped = similarity.group_rewards(rewards, labels, 0.5).chunk(runs)
+        shaped = diversity.group_rewards(rewards, labels, 0.5).chunk(runs)
         return torch.cat([advantages.group_advantages(part, "batch") for part in shaped])
+    if method == "darling":  # as in the paper, without a standard deviation
+        return advantages.group_advantages(diversity.darling(rewards, labels), "none")
+    if method == "dra":
+        rewards = diversity.dra(rewards, cosines)
+    elif method == "mmr":
+        rewards = diversity.mmr(rewards, cosines)
+    elif method == "unlikeliness":  # takes no labels
+        rewards = diversity.unlikeliness(rewards, logps, 0.25)
+    shaped = advantages.group_advantages(rewards, "group")
     if method == "reweight":
-        return similarity.reweight(advantages.group_advantages(rewards, "group"), labels, 1.0)
-    if method == "dra":  # different arms have cosine 0.5
-        cosines = 0.5 + 0.5 * (labels[:, :, None] == labels[:, None, :])
-        return advantages.group_advantages(similarity.dra(rewards, cosines), "group")
-    return similarity.within(rewards, labels, 1.0, "group")
+        return diversity.reweight(shaped, labels, 1.0)
+    return diversity.uarl(shaped, labels, 1.0) if method == "uarl" else shaped
 
 
 def bandit(
@@ -422,8 +438,9 @@ def bandit(
         arms = arms_RB.view(-1, G)
         wrong_label = torch.rand(arms.shape, generator=rng) < noise
         labels = torch.where(wrong_label, torch.randint(ARMS, arms.shape, generator=rng), arms)
-        advantages_B1 = shaped_advantages(method, (arms < CORRECT).float(), labels, runs).view(-1, 1)
         logps_B1 = logps_RK.gather(1, arms_RB).view(-1, 1)
+        rewards, logps = (arms < CORRECT).float(), logps_B1.detach().view(-1, G)
+        advantages_B1 = shaped_advantages(method, rewards, labels, logps, runs).view(-1, 1)
         ratio_B1 = losses.token_ratio(logps_B1, logps_B1.detach())
         surrogate_B1 = losses.clipped_surrogate(ratio_B1, advantages_B1, 0.2, 0.2)
         objective = losses.aggregate(surrogate_B1, torch.ones_like(ratio_B1), "seq_mean", P * G)
@@ -435,7 +452,7 @@ def bandit(
     return modes.tolist(), probs.sum(-1).tolist()
 
 
-def diversity(runs: int = 5, steps: int = 500) -> list[Row]:
+def keep_modes(runs: int = 5, steps: int = 500) -> list[Row]:
     """Rows 9 and 10: how many of six equally good arms survive training."""
     results = {noise: {name: bandit(name, noise, runs, steps) for name in METHODS} for noise in (0.0, 0.5)}
     measured = {
@@ -474,7 +491,7 @@ def degenerate(runs: int = 5) -> list[Row]:
         grpo = advantages.group_advantages(rewards, "batch")
         labels = {"alpha = 0": torch.randint(3, rewards.shape, generator=rng), "one cluster each": torch.arange(8)}
         for (name, each), alpha in zip(labels.items(), (0.0, 0.5), strict=True):
-            shaped = similarity.group_rewards(rewards, each.expand(rewards.shape), alpha)
+            shaped = diversity.group_rewards(rewards, each.expand(rewards.shape), alpha)
             equal[name] &= torch.equal(advantages.group_advantages(shaped, "batch"), grpo)
     return [
         Row(
@@ -497,7 +514,7 @@ EXPERIMENTS: dict[str, Callable[[], list[Row]]] = {
     "closed_form": closed_form,
     "kl": kl,
     "clip_higher": clip_higher,
-    "diversity": diversity,
+    "diversity": keep_modes,
     "degenerate": degenerate,
     "distillation": distillation,
     "tail_bucket": tail_bucket,

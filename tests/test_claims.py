@@ -197,7 +197,7 @@ def test_expected_rewards_of_a_table_are_those_of_its_samples():
     assert_rounded(expected[[3, 7]], [0.75**2 - 0.75**23, uniform], terms=24 * 16)
     prompts = torch.arange(10, 20).repeat_interleave(2000)
     rewards = base.write_digits(table, prompts, torch.Generator().manual_seed(1))[-1].view(10, -1)
-    assert ((rewards.mean(1) - expected[10:]).abs() <= 5 * (expected[10:] / 2000).sqrt()).all()
+    assert ((rewards.mean(1) - expected[10:]).abs() <= 6 * (expected[10:] / 2000).sqrt()).all()
 
 
 def test_steps_count_at_the_best_learning_rate_that_keeps_what_it_reached():

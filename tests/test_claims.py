@@ -162,8 +162,16 @@ def rounded_project(hidden, weight, bias, softcap):
     return (hidden.float() @ weight.float().t()).bfloat16().float()
 
 
+def dependent_on_order(hidden, *args):
+    logps, entropy = unbroken(hidden, *args)
+    return logps + 1e-3 * hidden[:, 0].float(), entropy
+
+
+unbroken = head.logps_from_weight
+
+
 @pytest.mark.parametrize(("module", "name", "broken"), [
-    (head, "project", rounded_project),  # what was fp32 is bf16 now
+    (head, "logps_from_weight", dependent_on_order), (head, "project", rounded_project),  # fp32 is bf16 now
     (losses, "sequence_ratio", lambda new, old, mask: (new - old).mean(1).exp()),  # not of the prefix
     (logits, "rounding_variance", lambda logits, logps, ids: torch.full(ids.shape, 1e-6)),
 ])  # fmt: skip

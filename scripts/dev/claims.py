@@ -2,9 +2,9 @@
 
 Run:   python scripts/dev/claims.py                              all claims, minutes on one CPU core
        python scripts/dev/claims.py length diversity --out claims.md
-The exit code is 1 if an acceptance criterion is not met. Policies are small tables of logits: they show a mechanism
-and its size, not what a language model will do. Rows 12 to 15 and 17 are in claims_distill.py, row 16 in
-claims_logits.py.
+The exit code is 1 if an acceptance criterion is not met. Policies are small tables of logits, in row 16 a tiny
+model with random weights: they show a mechanism and its size, not what a language model will do. Rows 12 to 15 and 17
+are in claims_distill.py, row 16 is in claims_logits.py.
 
 Dims:  P prompts, G completions per prompt, B = P*G, C completion tokens, V vocabulary, K arms, m one
        minibatch, R independent runs

@@ -2,8 +2,9 @@
 
 Run:   python scripts/dev/claims.py                              all claims, minutes on one CPU core
        python scripts/dev/claims.py length diversity --out claims.md
-The exit code is 1 if an acceptance criterion is not met. Policies are small tables of logits: they show a mechanism
-and its size, not what a language model will do.
+The exit code is 1 if an acceptance criterion is not met. Policies are small tables of logits, in row 16 a tiny
+model with random weights: they show a mechanism and its size, not what a language model will do. Rows 12 to 15 and 17
+are in claims_distill.py, row 16 is in claims_logits.py.
 
 Dims:  P prompts, G completions per prompt, B = P*G, C completion tokens, V vocabulary, K arms, m one
        minibatch, R independent runs
@@ -13,60 +14,23 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.nn.functional import logsigmoid
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from common.maths import advantages, divergences, losses
-from common.tasks import similarity
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+from claims_base import BEGIN, DIGITS, END, Row, spread, write_digits
+from claims_distill import distillation, steps_to_teacher, tail_bucket
+from claims_logits import bf16_logits
 
-
-@dataclass
-class Row:
-    """One line of the table."""
-
-    number: int
-    claim: str  # and its source
-    measured: str
-    acceptance: str
-    holds: bool | None  # None: reported only
-
-
-def spread(values: Iterable[float], digits: int = 2) -> str:
-    """Mean over the runs, with the smallest and the largest: "1.00 (0.90-1.10)"."""
-    values = list(values)
-    mean = sum(values) / len(values)
-    return f"{mean:.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
-
+from common.maths import advantages, losses
+from common.tasks import diversity
 
 # --- 1, 2, 3: a policy that copies digits, trained on minibatches that grow stale ---
 
-DIGITS = 10  # prompt d asks for three or more copies of digit d and then the end token
-END, BEGIN, MAX_TOKENS = 10, 11, 24
 GRPO_CLIP = (0.2, 0.27)  # arXiv 2507.18071, section 5.1
-
-
-def write_digits(table: torch.Tensor, prompts_B: torch.Tensor, rng: torch.Generator) -> tuple[torch.Tensor, ...]:
-    """Completions sampled from a table of logits [prompts, token before, V].
-
-    Returns:
-        Tokens [B, C], the token before each [B, C], mask [B, C] and rewards [B].
-    """
-    tokens_BC = torch.full((len(prompts_B), MAX_TOKENS), END)
-    before_BC, mask_BC = torch.full_like(tokens_BC, BEGIN), torch.zeros_like(tokens_BC, dtype=torch.bool)
-    probs, previous, going_B = table.softmax(-1), before_BC[:, 0], torch.ones_like(prompts_B, dtype=torch.bool)
-    for c in range(MAX_TOKENS):
-        drawn = torch.multinomial(probs[prompts_B, previous], 1, generator=rng)[:, 0]
-        before_BC[:, c], mask_BC[:, c] = previous, going_B
-        tokens_BC[:, c] = previous = torch.where(going_B, drawn, END)
-        going_B = going_B & (drawn != END)
-    digits_B = prompts_B % DIGITS  # each run has ten rows of the table
-    copies_B = ((tokens_BC == digits_B[:, None]) & mask_BC).sum(1)
-    return tokens_BC, before_BC, mask_BC, ((copies_B >= 3) & ~going_B).float()
 
 
 def policy_loss(
@@ -421,25 +385,41 @@ ARMS, CORRECT = 12, 6  # the first six are correct
 METHODS = {  # and how the table calls them
     "grpo": "GRPO",
     "discount": "discount (alpha 0.5)",
-    "reweight": "reweight (alpha 1)",
+    "darling": "DARLING",
     "dra": "DRA",
+    "mmr": "MMR",
+    "unlikeliness": "unlikeliness (0.25)",
+    "reweight": "reweight (alpha 1)",
+    "uarl": "UARL (alpha 1)",
+    "balanced": "balanced (alpha 1)",
     "within": "within (kappa 1)",
 }
 
 
-def shaped_advantages(method: str, rewards: torch.Tensor, labels: torch.Tensor, runs: int) -> torch.Tensor:
+def shaped_advantages(
+    method: str, rewards: torch.Tensor, labels: torch.Tensor, logps: torch.Tensor, runs: int
+) -> torch.Tensor:
     """Advantages [groups, G] by one of the methods; groups of a run are adjacent."""
-    if method == "grpo":
-        return advantages.group_advantages(rewards, "group")
+    if method == "balanced":
+        return diversity.balanced(rewards, labels, 1.0)
+    if method == "within":
+        return diversity.within(rewards, labels, 1.0, "group")
+    cosines = 0.5 + 0.5 * (labels[:, :, None] == labels[:, None, :])  # those of different arms are 0.5
     if method == "discount":  # std of the batch, per run
-        shaped = similarity.group_rewards(rewards, labels, 0.5).chunk(runs)
+        shaped = diversity.group_rewards(rewards, labels, 0.5).chunk(runs)
         return torch.cat([advantages.group_advantages(part, "batch") for part in shaped])
+    if method == "darling":  # as in the paper, without a standard deviation
+        return advantages.group_advantages(diversity.darling(rewards, labels), "none")
+    if method == "dra":
+        rewards = diversity.dra(rewards, cosines)
+    elif method == "mmr":
+        rewards = diversity.mmr(rewards, cosines)
+    elif method == "unlikeliness":  # takes no labels
+        rewards = diversity.unlikeliness(rewards, logps, 0.25)
+    shaped = advantages.group_advantages(rewards, "group")
     if method == "reweight":
-        return similarity.reweight(advantages.group_advantages(rewards, "group"), labels, 1.0)
-    if method == "dra":  # different arms have cosine 0.5
-        cosines = 0.5 + 0.5 * (labels[:, :, None] == labels[:, None, :])
-        return advantages.group_advantages(similarity.dra(rewards, cosines), "group")
-    return similarity.within(rewards, labels, 1.0, "group")
+        return diversity.reweight(shaped, labels, 1.0)
+    return diversity.uarl(shaped, labels, 1.0) if method == "uarl" else shaped
 
 
 def bandit(
@@ -458,8 +438,9 @@ def bandit(
         arms = arms_RB.view(-1, G)
         wrong_label = torch.rand(arms.shape, generator=rng) < noise
         labels = torch.where(wrong_label, torch.randint(ARMS, arms.shape, generator=rng), arms)
-        advantages_B1 = shaped_advantages(method, (arms < CORRECT).float(), labels, runs).view(-1, 1)
         logps_B1 = logps_RK.gather(1, arms_RB).view(-1, 1)
+        rewards, logps = (arms < CORRECT).float(), logps_B1.detach().view(-1, G)
+        advantages_B1 = shaped_advantages(method, rewards, labels, logps, runs).view(-1, 1)
         ratio_B1 = losses.token_ratio(logps_B1, logps_B1.detach())
         surrogate_B1 = losses.clipped_surrogate(ratio_B1, advantages_B1, 0.2, 0.2)
         objective = losses.aggregate(surrogate_B1, torch.ones_like(ratio_B1), "seq_mean", P * G)
@@ -471,7 +452,7 @@ def bandit(
     return modes.tolist(), probs.sum(-1).tolist()
 
 
-def diversity(runs: int = 5, steps: int = 500) -> list[Row]:
+def keep_modes(runs: int = 5, steps: int = 500) -> list[Row]:
     """Rows 9 and 10: how many of six equally good arms survive training."""
     results = {noise: {name: bandit(name, noise, runs, steps) for name in METHODS} for noise in (0.0, 0.5)}
     measured = {
@@ -510,7 +491,7 @@ def degenerate(runs: int = 5) -> list[Row]:
         grpo = advantages.group_advantages(rewards, "batch")
         labels = {"alpha = 0": torch.randint(3, rewards.shape, generator=rng), "one cluster each": torch.arange(8)}
         for (name, each), alpha in zip(labels.items(), (0.0, 0.5), strict=True):
-            shaped = similarity.group_rewards(rewards, each.expand(rewards.shape), alpha)
+            shaped = diversity.group_rewards(rewards, each.expand(rewards.shape), alpha)
             equal[name] &= torch.equal(advantages.group_advantages(shaped, "batch"), grpo)
     return [
         Row(
@@ -519,182 +500,6 @@ def degenerate(runs: int = 5) -> list[Row]:
             "; ".join(f"{name}: {'equal' if same else 'not equal'}" for name, same in equal.items()),
             "advantages equal bit for bit",
             all(equal.values()),
-        )
-    ]
-
-
-# --- 12, 13, 14: distillation of a trigram into a bigram, which cannot become its teacher ---
-
-CHAIN_VOCAB, CHAIN_TOKENS = 8, 20
-DISTILLATIONS: dict[str, tuple[float, float | str]] = {  # share of the batches that the student writes; loss
-    "SFT": (0.0, "sft"),
-    "forward KL off-policy": (0.0, 0.0),
-    "reverse KL off-policy": (0.0, 1.0),
-    "forward KL on-policy": (1.0, 0.0),
-    "JSD(0.5) on-policy": (1.0, 0.5),
-    "reverse KL half on-policy": (0.5, 1.0),
-    "reverse KL on-policy": (1.0, 1.0),
-    "sampled token on-policy": (1.0, "sampled"),
-}
-
-
-def trigrams(runs: int) -> torch.Tensor:
-    """Log-probabilities of a trigram teacher per run [R, V, V, V]: second-to-last, last, next token."""
-    rng = torch.Generator().manual_seed(0)
-    return (2 * torch.randn(runs, CHAIN_VOCAB, CHAIN_VOCAB, CHAIN_VOCAB, generator=rng)).log_softmax(-1)
-
-
-def as_trigrams(table_RVV: torch.Tensor) -> torch.Tensor:
-    """Logits of a bigram student per run as [R, V, V, V], independent of the second-to-last token."""
-    return table_RVV[:, None].expand(-1, CHAIN_VOCAB, -1, -1)
-
-
-def write_chains(probs_RVVV: torch.Tensor, B: int, rng: torch.Generator) -> torch.Tensor:
-    """Samples B chains per run from two tokens 0; returns the frequency [R, V, V, V] of each trigram."""
-    run = torch.arange(len(probs_RVVV)).repeat_interleave(B)
-    before = last = torch.zeros_like(run)
-    counts_RVVV = torch.zeros_like(probs_RVVV)
-    for _ in range(CHAIN_TOKENS):
-        drawn = torch.multinomial(probs_RVVV[run, before, last], 1, generator=rng)[:, 0]
-        counts_RVVV.index_put_((run, before, last, drawn), torch.ones(()), accumulate=True)
-        before, last = last, drawn
-    return counts_RVVV / (B * CHAIN_TOKENS)
-
-
-def expect_chains(probs_RVVV: torch.Tensor) -> torch.Tensor:
-    """Expectation of what `write_chains` returns."""
-    state_RVV, total_RVVV = torch.zeros_like(probs_RVVV[..., 0]), torch.zeros_like(probs_RVVV)
-    state_RVV[:, 0, 0] = 1.0
-    for _ in range(CHAIN_TOKENS):
-        step_RVVV = state_RVV[..., None] * probs_RVVV
-        total_RVVV += step_RVVV / CHAIN_TOKENS
-        state_RVV = step_RVVV.sum(1)
-    return total_RVVV
-
-
-def distillation_gradient(
-    table_RVV: torch.Tensor, teachers_RVVV: torch.Tensor, chains_RVVV: torch.Tensor, loss: float | str
-) -> torch.Tensor:
-    """Gradient [R, V, V] of the mean loss per token: "sft", "sampled", or the JSD with this beta."""
-    table_RVV = table_RVV.detach().requires_grad_()
-    logits_RVVV = as_trigrams(table_RVV)
-    logps_RVVV = logits_RVVV.log_softmax(-1)
-    if loss == "sft":
-        values = -logps_RVVV
-    elif loss == "sampled":  # policy gradient with the advantage log P - log Q
-        ratio_RVVV = losses.token_ratio(logps_RVVV, logps_RVVV.detach())
-        values = -ratio_RVVV * (teachers_RVVV - logps_RVVV.detach())
-    else:
-        values = divergences.generalized_jsd(logits_RVVV, teachers_RVVV, loss)[..., None]
-    return torch.autograd.grad((chains_RVVV * values).sum(), table_RVV)[0]
-
-
-def distil(
-    on_policy: float, loss: float | str, teachers_RVVV: torch.Tensor, steps: int, B: int = 32, lr: float = 2.0
-) -> torch.Tensor:
-    """Trains students [R, V, V] from uniform, all runs at once; `on_policy` is the share of on-policy batches."""
-    rng = torch.Generator().manual_seed(0)
-    table_RVV = torch.zeros_like(teachers_RVVV[:, 0])
-    for _ in range(steps):
-        own = torch.rand(len(table_RVV), 1, 1, 1, generator=rng) < on_policy
-        writers_RVVV = torch.where(own, as_trigrams(table_RVV).softmax(-1), teachers_RVVV.exp())
-        chains_RVVV = write_chains(writers_RVVV, B, rng)
-        table_RVV -= lr * distillation_gradient(table_RVV, teachers_RVVV, chains_RVVV, loss)
-    return table_RVV
-
-
-def distillation(runs: int = 20, steps: int = 400, batches: int = 50) -> list[Row]:
-    """Rows 12, 13, 14: quality of the student's samples, its coverage of the teacher, and the sampled-token loss."""
-    teachers = trigrams(runs)
-    tables = {name: distil(*how, teachers, steps) for name, how in DISTILLATIONS.items()}
-    own = {name: expect_chains(as_trigrams(table).softmax(-1)) for name, table in tables.items()}
-    taught = expect_chains(teachers.exp())
-    nll = {name: -(chains * teachers).sum((1, 2, 3)) for name, chains in {**own, "the teacher itself": taught}.items()}
-    missed = {
-        name: (taught.sum(-1) * divergences.generalized_jsd(as_trigrams(table), teachers, 0.0)).sum((1, 2))
-        for name, table in tables.items()
-    }
-    full, sampled = "reverse KL on-policy", "sampled token on-policy"
-    gain, versus_off = nll[full] / nll["SFT"], nll[full] / nll["reverse KL off-policy"]
-    price, end = missed[full] / missed["SFT"], nll[sampled] / nll[full] - 1
-
-    # the students of the full reverse KL: gradients of both losses, in expectation and on some batches
-    copies, their_teachers = (x.repeat_interleave(batches, 0) for x in (tables[full], teachers))
-    chains = write_chains(as_trigrams(copies).softmax(-1), 32, torch.Generator().manual_seed(1))
-    expected, variance = {}, {}
-    for name in (full, sampled):
-        loss = DISTILLATIONS[name][1]
-        expected[name] = distillation_gradient(tables[full], teachers, own[full], loss)
-        gradients = distillation_gradient(copies, their_teachers, chains, loss).view(runs, batches, -1)
-        variance[name] = gradients.var(1).sum(-1)
-    error, size = (expected[full] - expected[sampled]).abs().max().item(), expected[full].abs().max().item()
-
-    def column(found: dict[str, torch.Tensor], digits: int = 2) -> str:
-        return "; ".join(f"{name} {spread(values.tolist(), digits)}" for name, values in found.items())
-
-    return [
-        Row(
-            12,
-            "On-policy beats off-policy distillation (arXiv 2306.13649), here of a trigram into a bigram",
-            f"teacher's NLL of what the student writes, per token: {column(nll)}. Reverse KL on-policy is "
-            f"{spread(gain.tolist())} of SFT, lower in {int((gain < 1).sum())}/{runs} runs, at most 0.75 in "
-            f"{int((gain <= 0.75).sum())}; and {spread(versus_off.tolist())} of the reverse KL off-policy, lower in "
-            f"{int((versus_off < 1).sum())}",
-            "none (at most 0.75 of SFT in every run would show it)",
-            None,
-        ),
-        Row(
-            13,
-            "What the on-policy reverse KL gains, it pays for in coverage (arXiv 2306.08543; arXiv 2306.13649)",
-            f"KL(teacher, student) where the teacher writes: {column(missed)}",
-            f"reverse KL on-policy above SFT; each of {runs} runs",
-            bool((price > 1).all()),
-        ),
-        Row(
-            14,
-            "A sampled token with the advantage log P - log Q has the gradient of the full reverse KL in expectation, "
-            "and a larger variance",
-            f"NLL as in row 12 off by at most {end.abs().max():.1%}; expected gradients off by {error:.0e}, the "
-            f"largest is {size:.0e}; variance of the gradient of a batch, summed over the table: "
-            f"{column(variance, 5)}, {spread((variance[sampled] / variance[full]).tolist(), 1)} times as large",
-            f"NLL within 5 %; each of {runs} runs; expected gradients within 1e-6, and above 1e-3",
-            end.abs().max().item() <= 0.05 and error <= 1e-6 and size > 1e-3,
-        ),
-    ]
-
-
-# --- 15: what a teacher behind a wire can send ---
-
-
-def tail_bucket(runs: int = 3, V: int = 64) -> list[Row]:
-    """Row 15: top-k against the full divergence, for random teachers and students at every distance from them."""
-    betas = (0.0, 0.1, 0.5, 0.9, 1.0)
-    over, apart, shares = [], [], {k: [] for k in (1, 2, 8, 32, V - 1, V)}
-    for seed in range(runs):
-        rng = torch.Generator().manual_seed(seed)
-        teacher, noise = 3 * torch.randn(2, 200, V, generator=rng)
-        student = teacher + torch.linspace(0, 1, 200)[:, None] * noise
-        student[100:] += 14 * (teacher[100:] >= teacher[100:].topk(8).values[:, -1:])  # sure of the teacher's best 8
-        logps, ids = teacher.log_softmax(-1).sort(-1, descending=True)
-        for beta in betas:
-            full = divergences.generalized_jsd(student, teacher, beta)
-            for k in shares:
-                top, tail = logps[:, :k], divergences.tail_logp(logps, torch.arange(k).expand(len(logps), k))
-                cut = divergences.topk_divergence(student, ids[:, :k], top, tail, beta)
-                over.append((cut - full).max().item())
-                shares[k].append((cut.sum() / full.sum()).item())
-            apart.append((cut - full).abs().max().item())  # k = V was the last
-    return [
-        Row(
-            15,
-            "The divergence over the teacher's top k tokens and a bucket for the others never exceeds the full one, "
-            "and is equal to it at k = V (data-processing inequality)",
-            f"above it by at most {max(over):.0e} nats; at k = V apart by at most {max(apart):.0e}; as a share of it, "
-            "all positions together: "
-            + "; ".join(f"k = {k} {spread(values)}" for k, values in shares.items() if k < V - 1)
-            + f"; V = {V}, beta = {', '.join(map(str, betas))}",
-            "1e-5 nats for both, and k = 1 at most half of the full, so that this says something",
-            max(over) <= 1e-5 and max(apart) <= 1e-5 and max(shares[1]) <= 0.5,
         )
     ]
 
@@ -709,10 +514,12 @@ EXPERIMENTS: dict[str, Callable[[], list[Row]]] = {
     "closed_form": closed_form,
     "kl": kl,
     "clip_higher": clip_higher,
-    "diversity": diversity,
+    "diversity": keep_modes,
     "degenerate": degenerate,
     "distillation": distillation,
     "tail_bucket": tail_bucket,
+    "bf16_logits": bf16_logits,
+    "steps_to_teacher": steps_to_teacher,
 }
 VERDICTS = {True: "holds", False: "does not hold", None: "reported only"}
 

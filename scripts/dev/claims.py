@@ -94,7 +94,10 @@ def train_digits(
                 table.grad /= norms.clamp(min=1).repeat_interleave(DIGITS)[:, None, None]
                 optimizer.step()
                 parts = zip(*(x.chunk(runs) for x in (ratio_mC, advantages_B[m], mask_mC)), strict=True)
-                stats = [losses.clip_stats(ratio, adv, *clip_range, mask) for ratio, adv, mask in parts]
+                stats = [
+                    losses.clip_stats(ratio, adv, losses.outside(ratio, *clip_range), mask)
+                    for ratio, adv, mask in parts
+                ]
                 clipped.append(torch.stack([each["clip_fraction"] for each in stats]))
     rewards = torch.stack(rewards)
     return {

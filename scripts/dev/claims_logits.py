@@ -122,7 +122,9 @@ def bf16_logits(
                 sizes.setdefault((name, length), []).append(ratio_B.log().square().mean().sqrt().item())
                 largest.setdefault(name, []).append((ratio_B - 1).abs().max().item())
                 for preset, clip_range in losses.CLIP_PRESETS.items():
-                    stats = losses.clip_stats(ratio_B, torch.ones(sequences), *clip_range, mask_BC[:, 0])
+                    stats = losses.clip_stats(
+                        ratio_B, torch.ones(sequences), losses.outside(ratio_B, *clip_range), mask_BC[:, 0]
+                    )
                     outside.setdefault((name, length, preset), []).append(stats["out_of_range"].item())
 
     def column(name: str) -> str:

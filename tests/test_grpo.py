@@ -143,8 +143,8 @@ def test_when_all_are_cut_off_and_masked_nothing_moves(launcher, tmp_path):
 def test_every_metric_is_explained_and_none_is_missing(halved):
     run = halved("similarity_grpo", **FULL, advantage_scale="batch", similarity_method="discount",
                  similarity_alpha=0.0, **NGRAMS)  # fmt: skip
-    drawn = halved("grpo", curriculum="row")
-    written = {name for line in [*run.lines, *drawn.lines] for name in line} - {"reward_half"}
+    drawn, skipped = halved("grpo", curriculum="row"), halved("grpo", curriculum="greso")
+    written = {name for line in [*run.lines, *drawn.lines, *skipped.lines] for name in line} - {"reward_half"}
     assert written == metrics_explained("grpo") - {"reward_<function>"}
     for line in run.steps:
         assert 0 <= line["clusters"] <= 4 and 0 < line["similarity_share"] < 1 and 0 < line["cosine"] < 1

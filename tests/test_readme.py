@@ -40,6 +40,7 @@ NOT_RUN = {
     "python scripts/make_reasoning_gym.py": "needs that package; test_tools.py has a small one",
     "python grpo/grpo.py --train_data data/reasoning": "needs these rows; test_curriculum.py has others with levels",
     "python scripts/evaluate.py runs/discount_answer0": "another like it is run; test_tools.py evaluates with samples",
+    "python scripts/dev/plot_samples.py": "needs that run; test_tools.py has small ones",
     "python scripts/dev/claims.py": "takes minutes; test_claims.py runs the exact rows",
     "python scripts/dev/sweep_models.py": "takes minutes; test_models_page.py tries a few families",
     "python scripts/dev/benchmark.py --setting": "needs a GPU and minutes; test_benchmark.py has small settings",

@@ -175,6 +175,7 @@ def test_a_reward_model_joins_the_reward_function_and_every_metric_is_explained(
     )
     run = launcher.run("gspo", tmp_path / "run", rewards=[graded], **options).succeeded()
     written = {name.replace("_4", "_k") for line in run.lines for name in line}
+    written |= {"skipped_prompts", "p_easy", "p_hard"}  # of another curriculum: test_greso.py
     functions = {f"{start}_{name}" for start in ("reward", "eval_reward") for name in ("graded", "reward_model")}
     assert written == metrics_explained("gspo") - {"reward_<function>", "eval_reward_<function>"} | functions
     evaluated = next(line for line in run.lines if "eval_reward" in line)

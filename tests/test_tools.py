@@ -286,6 +286,29 @@ def write_run(folder, steps=12, tail="", **extra):
     return folder
 
 
+def test_plot_samples_counts_replaced_groups_and_joins_seeds(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    tool = load_script("plot_samples")
+    for seed, (name, extra) in itertools.product((0, 1), (("even", {}), ("dynamic", {"resampled": 1.0}))):
+        folder = tmp_path / f"{name}-{seed}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"batch_size": 4, "group_size": 2}))
+        rows = [{"step": step, "zero_std": 0.5, **extra} for step in range(1, 5)]
+        evaluated = [{"step": step, "eval_reward": (step + seed) / 10} for step in (0, 4)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows + evaluated))
+    runs = sorted(map(str, tmp_path.iterdir()))
+    tool.main([*runs, "--out", str(tmp_path / "new/samples.png"), "--after", "2"])
+    table = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
+    # of two groups sampled by dynamic sampling, one was replaced, and half of the others are equal
+    assert table[1][:5] == ["dynamic", "2", "64", "0.750 ± 0.000", "0.500 ± 0.000"]
+    assert table[2][:5] == ["even", "2", "32", "0.500 ± 0.000", "0.500 ± 0.000"]
+    # after 32 completions the one is at its end, the other in the middle
+    assert table[0][-1] == "at 32" and (table[1][-1], table[2][-1]) == ("0.250 ± 0.071", "0.450 ± 0.071")
+    assert (tmp_path / "new/samples.png").stat().st_size > 0
+    with pytest.raises(ValueError, match=r"--after 4: .* ends at step 4"):
+        tool.main([*runs, "--after", "4"])
+
+
 def test_plot_overlays_runs_that_logged_different_things_and_reads_steps_cut_off_repeated_or_saved(
     plot, tmp_path, capsys
 ):

@@ -140,7 +140,7 @@ class RLSettings(RewardSettings, PromptSettings):
     reward_model: str = ""  # sequence classifier with one output, hub id or folder; its score is added to REWARDS
     reward_model_weight: float = 1.0  # weight of its score in the sum
     overlong_cache: int = 0  # last tokens before max_new_tokens, where a penalty grows to -1 (DAPO, Eq. 13); 0: none
-    curriculum: str = ""  # draw prompts by recent success, of each "row" or of rows alike in a column; "": all in turn
+    curriculum: str = ""  # "row" or a column: prompts by recent success; "greso": skips solved, hopeless; "": in turn
     old_logps: Literal["auto", "trainer", "sampler"] = "auto"  # ratios start from these; the sampler's save a pass
     dynamic_sampling: int = 0  # rounds in which new prompts replace groups with equal rewards (DAPO); 0: none
     reference_refresh: int = 0  # steps between copies of the policy into the reference; 0: never

@@ -21,6 +21,7 @@ from common.run.best import Best
 from common.tasks import accuracy, chat_templates, data
 from common.tasks.curriculum import Curriculum
 from common.tasks.data import Example, PromptStream
+from common.tasks.greso import Greso
 from common.training.optim import AdamW
 
 
@@ -108,10 +109,13 @@ class Run:
                 f"{self.checkpoint} has all {cfg.steps} steps: raise steps to go on, or give another out_dir"
             )
         options = examples, cfg.batch_size, cfg.seed, position, distributed.rank(), self.num_ranks
-        if getattr(cfg, "curriculum", ""):
-            self.prompts = Curriculum(*options, by=cfg.curriculum, state=checkpoint.curriculum(self.checkpoint))
-        else:
-            self.prompts = PromptStream(*options)
+        match getattr(cfg, "curriculum", ""):
+            case "":
+                self.prompts = PromptStream(*options)
+            case "greso":
+                self.prompts = Greso(*options, state=checkpoint.curriculum(self.checkpoint))
+            case by:
+                self.prompts = Curriculum(*options, by=by, state=checkpoint.curriculum(self.checkpoint))
         before = checkpoint.notes(self.checkpoint)
         self.prompts.warn_if_changed(before.get("data"))
         with distributed.share_errors("start"):

@@ -63,7 +63,7 @@ def save(
         notes: JSON values that the function `notes` returns after a resume.
         rollout: completions of the next step that could not be scored; `pending_rollout` returns them.
         best: step of the best evaluation; out_dir/best leads to its checkpoint, which is kept, too.
-        curriculum: recent success of prompts; the function `curriculum` returns it.
+        curriculum: state of the choice of prompts; the function `curriculum` returns it.
 
     Returns:
         The checkpoint.
@@ -235,7 +235,7 @@ def notes(folder: Path | None) -> dict[str, Any]:
 
 
 def curriculum(folder: Path | None) -> dict[str, torch.Tensor]:
-    """The recent success of prompts that was passed to `save`; empty for a new run, or one without a curriculum.
+    """The state of the choice of prompts that was passed to `save`; empty for a new run, or one without a curriculum.
 
     Args:
         folder: a complete checkpoint, or None.

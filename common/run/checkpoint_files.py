@@ -6,7 +6,7 @@ A checkpoint is a transformers folder (model.safetensors, config, tokenizer) wit
     state.json              step, data position, Config, notes of the script, size and CRC-32 of every file,
                             fingerprint of metrics.jsonl (branches.py)
     reference/              the frozen model, if it was refreshed during the run
-    curriculum.safetensors  recent success of prompts, if they are drawn by it
+    curriculum.safetensors  what the choice of prompts depends on, with the option curriculum
     rollout.safetensors     completions of the next step, if a service went away before they were scored
 Nothing is pickled.
 """

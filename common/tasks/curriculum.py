@@ -50,8 +50,8 @@ class Curriculum(PromptStream):
         """
         super().__init__(*options, **named)
         columns = list(dict.fromkeys(name for example in self.examples for name in example.columns))
-        require(by == "row" or by in columns, f"curriculum = {by!r}", "must be 'row' or a column of the training data",
-                f"they have {', '.join(columns) or 'none'}")  # fmt: skip
+        require(by == "row" or by in columns, f"curriculum = {by!r}", "must be 'row' or a column of the training data, "
+                "or 'greso'", f"they have {', '.join(columns) or 'none'}")  # fmt: skip
         self.by = by
         keys_N = torch.tensor([self._key(example) for example in self.examples])
         self._keys_K, self._slots_N = keys_N.unique(return_inverse=True)
@@ -62,8 +62,8 @@ class Curriculum(PromptStream):
         require(by == "row" or len(self._keys_K) > 1, f"curriculum = {by!r}", "all rows have the same value in this "
                 "column, so there is nothing to choose from", "name another column, or 'row'")  # fmt: skip
         self._seen = torch.zeros(len(self._keys_K), 2, dtype=torch.float64)  # [K, 2]: sum of rewards, completions
-        if state:
-            slots, known = self._find(state["keys"])
+        if state and "seen" in state:  # else it is the state of another kind of stream
+            slots, known = find(self._keys_K, state["keys"])
             self._seen[slots] = state["seen"][known]
         self._learned: list[tuple[int, float, int]] = []  # of this step and rank: key, sum of rewards, completions
         self._asked = False
@@ -101,7 +101,7 @@ class Curriculum(PromptStream):
             among: One flag per prompt; others are skipped. None: all.
         """
         self._asked = True
-        values_PG = _first_values(scored).view(len(examples), -1).double()
+        values_PG = first_values(scored).view(len(examples), -1).double()
         for i, (example, values_G) in enumerate(zip(examples, values_PG, strict=True)):
             if among is None or among[i]:
                 known = values_G[~values_G.isnan()]
@@ -133,7 +133,7 @@ class Curriculum(PromptStream):
                 old = new.get(key, [0.0, 0.0])
                 new[key] = [old[0] + total, old[1] + count]
         if new:
-            slots, _ = self._find(torch.tensor(list(new)))
+            slots, _ = find(self._keys_K, torch.tensor(list(new)))
             self._seen[slots] = KEPT * self._seen[slots] + torch.tensor(list(new.values()), dtype=torch.float64)
         most = max(map(len, self._names.values()), default=0)
         if not (0 < len(self._names) <= MOST_VALUES and most <= MOST_CHARACTERS):
@@ -156,17 +156,7 @@ class Curriculum(PromptStream):
 
     def _key(self, example: Example) -> int:
         """Hash of what shares one success with this row, int64."""
-        text = f"{self.by}={example.columns.get(self.by)}"
-        if self.by == "row":
-            text = f"{example.prompt!r} {example.answer!r}"
-        digest = hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).digest()
-        return int.from_bytes(digest, "little", signed=True)
-
-    def _find(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where keys stand in `_keys_K`, for those that do, and which do."""
-        slots = torch.searchsorted(self._keys_K, keys).clamp(max=len(self._keys_K) - 1)
-        known = self._keys_K[slots] == keys
-        return slots[known], known
+        return row_key(example) if self.by == "row" else _hash(f"{self.by}={example.columns.get(self.by)}")
 
     def _example_at(self, position: int) -> Example:
         """The row of this place in the order of the step; replaced prompts take the places after the batch."""
@@ -177,8 +167,41 @@ class Curriculum(PromptStream):
         return self.examples[self._order[place]]
 
 
-def _first_values(scored: Scored) -> torch.Tensor:
-    """Value of each completion by the first function that applies to it, fp32 [B] in [0, 1]; NaN = unscored."""
+def row_key(example: Example) -> int:
+    """Hash of prompt and answer, int64: it stays valid if rows are added, removed or reordered.
+
+    Args:
+        example: A row; rows that repeat another one have its key.
+    """
+    return _hash(f"{example.prompt!r} {example.answer!r}")
+
+
+def _hash(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def find(known_K: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Looks up keys, some of which may be unknown.
+
+    Args:
+        known_K: int64 [K], ascending.
+        keys: int64 [S].
+
+    Returns:
+        The places of the known ones in `known_K`, and which ones are known, bool [S].
+    """
+    slots = torch.searchsorted(known_K, keys).clamp(max=len(known_K) - 1)
+    known = known_K[slots] == keys
+    return slots[known], known
+
+
+def first_values(scored: Scored) -> torch.Tensor:
+    """Value of each completion by the first function that applies to it, fp32 [B] in [0, 1]; NaN = unscored.
+
+    Args:
+        scored: B completions.
+    """
     values_B = torch.full_like(scored.rewards, torch.nan)
     for own_B in scored.by_function.values():
         values_B = torch.where(values_B.isnan(), own_B, values_B)

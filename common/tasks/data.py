@@ -355,9 +355,8 @@ class PromptStream:
 
     def next(self) -> list[Example]:
         """Returns this rank's prompts of the next batch, batch_size / num_ranks of them."""
-        batch = [self._example_at(self.position + i) for i in range(self.batch_size)]
-        self.position, self._round = self.position + self.batch_size, 0
-        return batch[self.rank :: self.num_ranks]
+        self._round = 0
+        return self._take(self.batch_size)[self.rank :: self.num_ranks]
 
     def replace(self, examples: list[Example], unwanted: Sequence[bool]) -> tuple[list[int], list[int]]:
         """Replaces some of the prompts that `next` returned by new ones; a collective.
@@ -375,14 +374,13 @@ class PromptStream:
         self._round += 1
         own = [place * self.num_ranks + self.rank for place, flag in enumerate(unwanted) if flag]
         everyones = sorted(place for part in distributed.gather_objects(own) for place in part)
-        for i, place in enumerate(everyones):
+        for place, example in zip(everyones, self._take(len(everyones)), strict=True):
             if place % self.num_ranks == self.rank:
-                examples[place // self.num_ranks] = self._example_at(self.position + i)
-        self.position += len(everyones)
+                examples[place // self.num_ranks] = example
         return [place // self.num_ranks for place in own], [self._round * self.batch_size + place for place in own]
 
     def learn(self, examples: Sequence[Example], scored: Scored, among: Sequence[bool] | None = None) -> None:
-        """Nothing: the order does not depend on rewards. `Curriculum` has one that does."""
+        """Nothing: the order does not depend on rewards. In `Curriculum` and `Greso` it does."""
 
     def end_step(self) -> dict[str, float]:
         """Ends a step; returns no metrics."""
@@ -391,6 +389,12 @@ class PromptStream:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Tensors for a checkpoint, beside `position`: none."""
         return {}
+
+    def _take(self, count: int) -> list[Example]:
+        """The next rows of all ranks together."""
+        taken = [self._example_at(self.position + i) for i in range(count)]
+        self.position += count
+        return taken
 
     def _example_at(self, position: int) -> Example:
         epoch, offset = divmod(position, len(self.examples))

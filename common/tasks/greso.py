@@ -8,8 +8,9 @@ Skip:     the row is skipped with probability 1 - max(p^z, LEAST), before anythi
           group was all right and `p_hard` if it was all wrong.
 Explore:  both begin at START. After each step, from the second pass over the data on, p falls by DELTA if the share of
           its kind among the groups of the step is at least its target, and rises by DELTA otherwise.
-Values:   those of the authors' code, github.com/Infini-AI-Lab/GRESO at b277843: a quarter of the groups may have equal
-          rewards, twice as many hard ones as easy ones, because hard prompts become solvable as training goes on.
+Values:   a tenth of the groups may have equal rewards, twice as many hard ones as easy ones, because hard prompts become
+          solvable as training goes on. The authors' code, github.com/Infini-AI-Lab/GRESO at b277843, lets a quarter
+          have them and moves p by 0.01; all else is as there.
 Dims:     N rows, K rows with different prompt or answer, P prompts of this rank, G completions of each
 """
 
@@ -25,9 +26,9 @@ from common.tasks.curriculum import find, first_values, row_key
 from common.tasks.data import Example, PromptStream
 from common.tasks.scoring import Scored
 
-START, DELTA = 0.5, 0.01  # of p_easy and p_hard
+START, DELTA = 0.5, 0.02  # of p_easy and p_hard
 LOWEST, HIGHEST = 0.05, 0.95
-TARGET_EASY, TARGET_HARD = 0.25 / 3, 0.25 * 2 / 3
+TARGET_EASY, TARGET_HARD = 0.1 / 3, 0.1 * 2 / 3
 LEAST = 0.01  # a row comes at least this often, however long its streak: the policy may have changed
 
 

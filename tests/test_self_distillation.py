@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from common.generation import batches
 from common.model import logprobs, models
 from common.tasks import data, toy
 
+parity = partial(pytest.param, marks=pytest.mark.parity)
 CPU = torch.device("cpu")
 PROMPT = "{prompt} what is {answer} - 0 = {answer} ?"
 PRIVILEGED = dict(teacher_prompt=PROMPT)
@@ -214,7 +216,7 @@ def test_an_unknown_column_ends_the_run_before_its_first_step(launcher, tmp_path
     assert "teacher_prompt names solution: the columns of" in said and "are prompt, answer" in said
 
 
-@pytest.mark.parametrize("loss", ["reverse_kl", "forward_kl", "jsd", "opd"])
+@pytest.mark.parametrize("loss", ["reverse_kl", parity("forward_kl"), parity("jsd"), "opd"])
 def test_from_the_present_policy_there_is_nothing_to_learn_that_it_does_not_read(launcher, loss):
     run = launcher.trained("gkd", **ITSELF, teacher_refresh=1, loss=loss, steps=3, num_minibatches=1)
     for line in run.steps:
@@ -237,7 +239,9 @@ def test_the_first_policy_stays_and_the_present_one_follows(launcher, tmp_path):
     assert comparable(start.lines)[-1] != comparable(following.lines)[-1]
 
 
-@pytest.mark.parametrize(("refresh", "loss"), [(3, "jsd"), (1, "reverse_kl"), (3, "opd"), (0, "forward_kl")])
+@pytest.mark.parametrize(("refresh", "loss"), [
+    (3, "jsd"), parity(1, "reverse_kl"), parity(3, "opd"), parity(0, "forward_kl"),
+])  # fmt: skip
 def test_a_resumed_run_is_the_uninterrupted_one(launcher, tmp_path, refresh, loss):
     options = dict(ITSELF, **PRIVILEGED, teacher_refresh=refresh, loss=loss, save_every=4)
     straight = launcher.trained("gkd", **options, steps=8)
@@ -249,6 +253,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(launcher, tmp_path, refresh, los
     assert all(line["step"] == 4 and "eval_reward" in line for line in left_out)  # at its end the first run evaluates
 
 
+@pytest.mark.parity
 def test_a_run_that_begins_to_follow_or_stops_is_not_refused(launcher, tmp_path):
     for steps, refresh in ((2, 0), (4, 2), (6, 0)):
         options = dict(ITSELF, **PRIVILEGED, teacher_refresh=refresh)
@@ -256,6 +261,7 @@ def test_a_run_that_begins_to_follow_or_stops_is_not_refused(launcher, tmp_path)
     assert [path.parent.name for path in run.out_dir.glob("checkpoint-*/reference")] == ["checkpoint-000004"]
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("loss", ["reverse_kl", "opd"])
 def test_ranks_replicas_and_offloading_make_no_difference(launcher, tmp_path, loss):
     options = dict(FOLLOWING, loss=loss, steps=4)
@@ -269,12 +275,14 @@ def test_ranks_replicas_and_offloading_make_no_difference(launcher, tmp_path, lo
                                for run in (offloaded, one)))  # fmt: skip
 
 
+@pytest.mark.parity
 def test_shards_are_gathered_into_the_teacher(launcher, tmp_path):
     options = dict(FOLLOWING, steps=4, micro_batch_tokens=60)
     run = launcher.run("gkd_ddp", tmp_path, 2, **options, fsdp=True).succeeded()
     assert_close(run, launcher.trained("gkd", **options))
 
 
+@pytest.mark.parity
 def test_with_adapters_the_teacher_is_the_starting_model(launcher, tmp_path):
     options = dict(ITSELF, **PRIVILEGED, lora_rank=4)
     run = launcher.run("gkd", tmp_path, **options, steps=2).succeeded()
@@ -284,6 +292,7 @@ def test_with_adapters_the_teacher_is_the_starting_model(launcher, tmp_path):
     assert abs(plain["reverse_kl"]) < rounding(TERMS)
 
 
+@pytest.mark.parity
 def test_its_own_answers_come_from_what_it_reads(launcher, tmp_path):
     options = dict(lmbda=0, seq_kd=True, steps=2)
     plain, told = (launcher.run("gkd", tmp_path / name, **options, **more).succeeded()

@@ -46,7 +46,10 @@ class Config(PromptSettings):
     """GKD, distillation on what the student samples. Editing a line and passing --name value are the same."""
 
     student_model: str = "toy"  # built-in; or a hub id or folder: "Qwen/Qwen2.5-0.5B-Instruct"
-    teacher_model: str = "toy-teacher"  # built-in; or a hub id or folder, with the tokenizer of the student
+    teacher_model: str = "toy-teacher"  # or a hub id or folder, with the student's tokenizer; "student": that itself
+    teacher_prompt: str = ""  # what it reads, with columns: "{prompt} Answer: {answer}"; "": the student's prompt
+    max_teacher_prompt_tokens: int = 1024  # rows in which it reads more are dropped and counted
+    teacher_refresh: int = 0  # with "student": steps between copies of the student into the teacher; 0: none
     teacher_url: str = ""  # of gkd/teacher_server.py, in place of teacher_model: "http://127.0.0.1:15555"
     teacher_top_k: int = 64  # tokens of the vocabulary that a server sends per position, and a tail; 0: all
     n_server_workers: int = 4  # requests to it in flight at the same time, per rank; not GPUs, not server threads
@@ -138,7 +141,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
     scorer = AnsweredScorer(cfg, student.tokenizer, rewards, [*train_examples, *eval_examples])
     teachers.require_shared([*train_examples, *eval_examples], teacher.shared)
     sampler = Sampler(cfg, student, train_examples, suppressed_ids=range(teacher.shared, student.num_ids))
-    prompts = run.restore(student, optimizer, train_examples, notes={"teacher": teacher.weights})
+    prompts = run.restore(student, optimizer, train_examples, teacher.to_save, {"teacher": teacher.weights})
     mixed = MixedCompletions(cfg, prompts, sampler, student, teacher)
     log = run.log
     trainer = Trainer(cfg, student, optimizer, log, run.plan, sampler.release_for_update)
@@ -162,7 +165,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
                 with run.phase("logprobs", collective=student.sharded):  # the first minibatch finds its own later
                     student.fill_logps(chain(*minibatches[1:]), "old_logps", trainer.micro_batch_tokens)
             with offloading.teacher_phase(), run.phase("teacher"):
-                teacher.fill(chain(*minibatches), trainer.micro_batch_tokens)
+                teachers.fill(teacher, chain(*minibatches), examples_P, trainer.micro_batch_tokens)
             with run.phase("score"):
                 scored = scoring.result()
             log.add_batch(batch)
@@ -179,6 +182,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
                     if trainer.forward_backward(minibatch, gkd_loss):  # False: nothing in it can be trained on
                         log.add(grad_norm=optimizer.step(cfg.max_grad_norm))
                 trainer.finish_update(step, minibatches)  # stops if a loss or gradient is not finite
+            teacher.refresh(student.whole, step)  # every teacher_refresh steps
 
             # 4. report and save
             run.end_step(step, mixed.position)

@@ -5,6 +5,7 @@ A script changes a default by redefining the field. The comment of a field is it
 
 import json
 from dataclasses import dataclass
+from string import Formatter
 from typing import Any, Literal
 
 from common.base.checks import require
@@ -25,6 +26,32 @@ def stop_strings(text: str) -> tuple[str, ...]:
     example = json.dumps([(text or "").strip("[]{}'\" ") or "END"])
     require(holds, f"stop_strings = {text!r}", "must be a JSON list of texts, none of them empty", f"such as {example}")
     return tuple(stops)
+
+
+def prompt_parts(template: str) -> list[tuple[str, str | None]]:
+    """Reads the option `teacher_prompt`: text with names of columns in braces; {{ and }} are literal braces.
+
+    Returns:
+        Pieces of text, each with the name of the column that follows it, None for none.
+
+    Raises:
+        ValueError: it names no column, or braces hold something else.
+    """
+    given, example = f"teacher_prompt = {template!r}", "such as '{prompt} The answer is {answer}.'"
+    try:
+        parsed = list(Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"{given}: {error}; write names of columns in braces, {example}, and braces twice") from None
+    named = [part for part in parsed if part[1] is not None]
+    bare = all(name.strip() and not spec and not conversion for _, name, spec, conversion in named)
+    require(bool(named) and bare, given, "must hold names of columns in braces, and nothing else in these",
+            f"{example}; write literal braces twice")  # fmt: skip
+    return [(text, name) for text, name, _, _ in parsed]
+
+
+def teacher_name(cfg: Any) -> str:
+    """The model that a teacher in this process is loaded from; "student" stands for the student's first weights."""
+    return cfg.student_model if cfg.teacher_model == "student" else cfg.teacher_model
 
 
 def column_names(text: str) -> tuple[str, ...]:

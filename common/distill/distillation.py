@@ -192,6 +192,10 @@ class Head:
             self._copies[device] = tuple(x if x is None else x.to(device) for x in source)
         return *self._copies[device], self.softcap
 
+    def drop_copies(self) -> None:
+        """Forgets those on other devices, after the weights have changed; the next `on` copies again."""
+        self._copies = dict([next(iter(self._copies.items()))])
+
 
 def _detached(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.detach()

@@ -113,7 +113,7 @@ def recipe(
     """
     digest = hashlib.sha256()
     for example in examples:
-        digest.update(array("q", [example.index, len(example.prompt_ids), *example.prompt_ids]).tobytes())
+        digest.update(array("q", [example.index, len(example.teacher_ids), *example.teacher_ids]).tobytes())
     return dict(teacher=teacher.name, weights=teacher.weights, shared=teacher.shared, prompts=digest.hexdigest(),
                 seed=seed, temperature=temperature, max_new_tokens=max_new_tokens)  # fmt: skip
 
@@ -165,7 +165,7 @@ class TeacherAnswers:
         missing = list({e.index: e for e in examples if e.index not in self.known}.values())
         if missing:
             generated = self.teacher.generate(
-                [e.prompt_ids for e in missing],
+                [e.teacher_ids for e in missing],
                 [e.index for e in missing],
                 seed=self.recipe["seed"],
                 temperature=self.recipe["temperature"],

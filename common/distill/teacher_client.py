@@ -60,6 +60,7 @@ class RemoteTeacher:
 
     Attributes:
         head: None: a server sends no hidden states, so no output head is needed.
+        to_save: None: its weights do not change.
         info: the server's answer to /info.
         name: of the model.
         weights: their `models.fingerprint`.
@@ -72,6 +73,7 @@ class RemoteTeacher:
     """
 
     head = None
+    to_save = None
 
     def __init__(
         self,
@@ -231,6 +233,9 @@ class RemoteTeacher:
 
         self.service.for_each(ask, range(0, len(prompts), PROMPTS))
         return completions
+
+    def refresh(self, student: Any, step: int) -> None:
+        """No-op: a server's weights stay as they are."""
 
     def offload(self) -> float:
         """No-op: the server has memory of its own. Returns 0.0 GiB."""

@@ -1,14 +1,17 @@
 """A teacher in this process, and the rules for any teacher's tokenizer; teacher_client.py has the one behind a server.
 
-Both have `fill`, which sets `teacher` of micro-batches, `generate`, `vocabulary`, `offload` and `onload`, and the
-attributes `name`, `weights`, `head`, `tokenizer_traits`, `vocabulary_size` and `shared`.
+Both have `fill`, which sets `teacher` of micro-batches, `generate`, `refresh`, `vocabulary`, `offload` and `onload`,
+and the attributes `name`, `weights`, `head`, `to_save`, `tokenizer_traits`, `vocabulary_size` and `shared`.
 """
 
+import dataclasses
 import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from common.base.checks import require
@@ -21,6 +24,7 @@ from common.training.offload import Offloader
 
 # encoded by both tokenizers: digits, code, spaces, capitals, an accent as one character and as two, other scripts
 PROBE = "Is 12345+678 = 13023?\n\n  def f(x):\treturn x**2  # don't  caf\u00e9 cafe\u0301 \u4f60\u597d \u0416 A\u00a0b"
+FOLLOWS = "follows the student"  # stands for the fingerprint of weights that change
 
 
 class LocalTeacher:
@@ -28,6 +32,7 @@ class LocalTeacher:
 
     Attributes:
         name: of the model.
+        refresh_every: steps between copies of the student into the teacher; 0: it stays as it is.
         head: the output head; None if only log-probabilities of tokens are asked for.
         tokenizer_traits: see `tokenizer_traits`.
         vocabulary_size: rows of the output head.
@@ -43,6 +48,8 @@ class LocalTeacher:
         temperature: float,
         compile: bool,
         tokens_only: bool = False,
+        refresh_every: int = 0,
+        source: str = "",
     ):
         """Loads the model.
 
@@ -53,12 +60,14 @@ class LocalTeacher:
             temperature: divides its logits.
             compile: as in `logprobs.LogProbs`.
             tokens_only: `fill` writes log-probabilities of the tokens instead of hidden states.
+            refresh_every: steps between copies of the student into the teacher; 0: none.
+            source: folder to load weights from, in place of the name; "": the name.
 
         Raises:
             ValueError: the model cannot be loaded.
         """
-        self.name, self.tokenizer = name, sources.load_tokenizer(name)
-        self.model = models.load_spread(name, list(where), dtype)
+        self.name, self.tokenizer, self.refresh_every = name, sources.load_tokenizer(name), refresh_every
+        self.model = models.load_spread(source or name, list(where), dtype)
         output = self.model.get_output_embeddings()
         self.device, self.vocabulary_size = self.model.device, len(output.weight)
         self.shared, self.tokenizer_traits = self.vocabulary_size, tokenizer_traits(self.tokenizer)
@@ -73,8 +82,29 @@ class LocalTeacher:
 
     @property
     def weights(self) -> str:
-        """Their `models.fingerprint`."""
-        return models.fingerprint(self.model)
+        """Their `models.fingerprint`; FOLLOWS if they change."""
+        return FOLLOWS if self.refresh_every else models.fingerprint(self.model)
+
+    @property
+    def to_save(self) -> nn.Module | None:
+        """The model if checkpoints must contain it, because it changes; None if it does not."""
+        return self.model if self.refresh_every else None
+
+    @torch.no_grad()
+    def refresh(self, student: nn.Module, step: int) -> None:
+        """Copies the student's weights into the teacher, every `refresh_every` steps.
+
+        Args:
+            student: a whole model that the teacher was loaded like; its embedding may have more rows.
+            step: steps done.
+        """
+        if not self.refresh_every or step % self.refresh_every:
+            return
+        weights = student.state_dict()
+        for name, own in self.model.named_parameters():  # in CPU memory while the teacher is offloaded
+            own.copy_(weights[name] if own.shape == weights[name].shape else weights[name][: len(own)])
+        if self.head is not None:
+            self.head.drop_copies()
 
     def vocabulary(self) -> dict[str, int]:
         """Ids by token."""
@@ -146,6 +176,35 @@ class LocalTeacher:
         self.memory.onload()
 
 
+def fill(teacher: Any, micros: Iterable[batches.RolloutBatch], examples_P: Sequence[Example], tokens: int) -> None:
+    """Sets `teacher` of micro-batches, from the prompts that a teacher reads of their examples.
+
+    Args:
+        teacher: a `LocalTeacher` or a `RemoteTeacher`.
+        micros: as the update will see them; their groups are numbers of examples.
+        examples_P: whose completions they are.
+        tokens: what they were cut to.
+    """
+    micros = list(micros)
+    read = [_as_read(micro, examples_P) for micro in micros]
+    teacher.fill(read, tokens)
+    for micro, other in zip(micros, read, strict=True):
+        micro.teacher = other.teacher
+
+
+def _as_read(micro: batches.RolloutBatch, examples_P: Sequence[Example]) -> batches.RolloutBatch:
+    """A micro-batch with the prompts that the teacher reads; itself if they are those of the student."""
+    examples = [examples_P[number] for number in micro.group.tolist()]
+    if all(example.privileged_ids is None for example in examples):
+        return micro
+    prompts = [torch.tensor(example.teacher_ids) for example in examples]
+    return dataclasses.replace(
+        micro,
+        prompt_ids=pad_sequence(prompts, True, padding_side="left").to(micro.device),
+        prompt_lengths=torch.tensor([len(ids) for ids in prompts]),
+    )
+
+
 def agree(
     teacher: Any, tokenizer: PreTrainedTokenizerBase, student_size: int, allow_other_template: bool = False
 ) -> int:
@@ -203,7 +262,7 @@ def require_same(teacher: Any, notes: dict[str, Any]) -> None:
     """
     was = notes.get("teacher", teacher.weights)  # not in checkpoints of older versions
     require(
-        was == teacher.weights,
+        was == teacher.weights or FOLLOWS in (was, teacher.weights),
         f"the teacher {teacher.name!r} has the weights {teacher.weights[:12]}",
         f"must be those that this run began with, {was[:12]}: a run has one teacher",
         "give that one, in the same dtype; or start anew in another out_dir, with the checkpoint as student_model",
@@ -221,9 +280,9 @@ def require_shared(examples: Iterable[Example], shared: int) -> None:
         ValueError: with the row of the prompt.
     """
     for example in examples:
-        if max(example.prompt_ids) >= shared:
+        if (highest := max(*example.prompt_ids, *example.teacher_ids)) >= shared:
             raise ValueError(
-                f"row {example.index}: its prompt holds token id {max(example.prompt_ids)}, which is not among the "
+                f"row {example.index}: its prompt holds token id {highest}, which is not among the "
                 f"first {shared} ids that student and teacher share; take that special token out of the data or of the "
                 "chat template"
             )

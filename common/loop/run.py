@@ -92,7 +92,7 @@ class Run:
             policy: the trained model; its replicas are updated.
             optimizer: of the policy.
             examples: rows to train on.
-            frozen: a reference that changes, so that every checkpoint must contain it.
+            frozen: a reference or a teacher that changes, so that every checkpoint must contain it.
             notes: further JSON values for every checkpoint; read at the time of saving.
             tokenizer: saved with the policy; default: the policy's tokenizer.
 
@@ -306,8 +306,9 @@ def load_data(
         ValueError: a row cannot be used, or `eval_by` names no column by which rows can be told apart.
     """
     options = dict(max_prompt_tokens=cfg.max_prompt_tokens, apply_chat_template=cfg.apply_chat_template,
-                   system_prompt=cfg.system_prompt,
-                   template_kwargs=cfg.template_kwargs)  # fmt: skip
+                   system_prompt=cfg.system_prompt, template_kwargs=cfg.template_kwargs)  # fmt: skip
+    if hasattr(cfg, "teacher_prompt"):
+        options |= dict(teacher_prompt=cfg.teacher_prompt, max_teacher_prompt_tokens=cfg.max_teacher_prompt_tokens)
     train = data.load_examples(cfg.train_data, tokenizer, need_answer=train_answers, **options)
     held_out = []
     if cfg.eval_data and cfg.eval_every:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from common.base import devices, distributed, memory
+from common.base import devices, distributed, memory, settings
 from common.base.checks import require
 from common.distill import distillation, offpolicy, teacher_client, teachers
 from common.generation.batches import RolloutBatch
@@ -89,8 +89,9 @@ def load_teacher(cfg: Any, gpus: devices.Layout, student: Student, resumed: Path
             )  # fmt: skip
         else:
             teacher = teachers.LocalTeacher(
-                cfg.teacher_model, gpus.teacher, cfg.dtype, temperature=cfg.loss_temperature, compile=cfg.compile,
-                tokens_only=cfg.loss == "opd",
+                settings.teacher_name(cfg), gpus.teacher, cfg.dtype, temperature=cfg.loss_temperature,
+                compile=cfg.compile, tokens_only=cfg.loss == "opd", refresh_every=cfg.teacher_refresh,
+                source=checkpoint.reference(resumed, cfg),
             )  # fmt: skip
         teachers.agree(teacher, student.tokenizer, student.num_ids, cfg.allow_other_template)
         teachers.require_same(teacher, checkpoint.notes(resumed))
@@ -232,9 +233,9 @@ def evaluate(
     def add(name: str, total: float, count: int) -> None:
         sums[name][0], sums[name][1] = sums[name][0] + float(total), sums[name][1] + count
 
-    def micro_stats(batch: RolloutBatch) -> Iterator[tuple[RolloutBatch, Stats]]:
+    def micro_stats(batch: RolloutBatch, examples: Sequence[Example]) -> Iterator[tuple[RolloutBatch, Stats]]:
         (micros,) = batch.minibatches(1, tokens, student.packs(batch))
-        teacher.fill(micros, tokens)
+        teachers.fill(teacher, micros, examples, tokens)
         yield from memory.map_with_halving(micros, lambda micro: loss(student, micro, cfg, Counts())[1])
 
     tokens = cfg.micro_batch_tokens or budgets.TOKENS
@@ -243,7 +244,7 @@ def evaluate(
         for part in [examples[i : i + size] for i in range(0, len(examples), size)]:
             greedy.append(scorer.score(part, sampler.sample(part, temperature=0), step))
             batch = sampler.sample(part, cfg.temperature, numbers=[e.index for e in part])
-            for micro, stats in micro_stats(batch.to(home)):
+            for micro, stats in micro_stats(batch.to(home), part):
                 add("teacher_nll", -stats.means["teacher_logps"] * micro.num_tokens, micro.num_tokens)
                 for name in {"reverse_kl", "forward_kl"} & stats.means.keys():
                     add(name, stats.means[name] * micro.num_tokens, micro.num_tokens)
@@ -251,7 +252,7 @@ def evaluate(
             if answered:
                 ids = offpolicy.answers(answered, student.tokenizer, cfg.max_new_tokens, teacher.shared)
                 batch = offpolicy.batch([e.prompt_ids for e in answered], ids, sampler.pad_id, sampler.end_ids, home)
-                for micro, stats in micro_stats(batch):
+                for micro, stats in micro_stats(batch, answered):
                     add("answer_nll", -stats.means["student_logps"] * micro.num_tokens, micro.num_tokens)
         answered = [e for e in examples if e.answer is not None]
         accuracies = sampled_accuracies(cfg, sampler, functools.partial(scorer.score, least=1), answered, step)

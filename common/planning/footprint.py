@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from common.base import distributed
+from common.base import distributed, settings
 from common.base.devices import GIB
 from common.generation.engine import KEEP_SHARE
 from common.generation.scheduler import PREFILL_TOKENS
@@ -30,7 +30,7 @@ PASSES = ("loss", "backward", "reduce")  # phases of a forward and backward pass
 # Value of an option that a script does not have: the feature is off
 ABSENT = dict(lora_rank=0, load_bits=0, fsdp=False, optimizer_offload="none", param_offload=False, freeze_vision=False,
               kl_coef=0, epochs=1, max_images=0, max_pixels=0, max_tokens=0,
-              embedding_model="ngrams")  # fmt: skip
+              embedding_model="ngrams", teacher_prompt="")  # fmt: skip
 
 
 def option(cfg: Any, name: str) -> Any:
@@ -219,7 +219,9 @@ class Run:
 
         # a teacher in this process; full: the loss takes its hidden states, else only log-probabilities of tokens
         self.distilled = hasattr(cfg, "teacher_model")
-        self.teacher = shapes.of(cfg.teacher_model) if self.distilled and not cfg.teacher_url else None
+        self.teacher = shapes.of(settings.teacher_name(cfg)) if self.distilled and not cfg.teacher_url else None
+        # tokens that its longest prompt has more than the student's
+        self.privileged = max(0, cfg.max_teacher_prompt_tokens - longest) if option(cfg, "teacher_prompt") else 0
         self.full = self.teacher is not None and cfg.loss != "opd"
         self.offload, self.param_offload = option(cfg, "optimizer_offload"), option(cfg, "param_offload")
         self.host = self.state if self.offload != "none" else 0  # bytes of pinned CPU memory
@@ -363,7 +365,7 @@ class Run:
         body = (self.teacher.params * self.size - head_size) / len(where)
         for i in where:
             gpus[i].add("teacher" if self.param_offload else "always", teacher=body)
-            gpus[i].add("teacher", **self._forward(self.teacher))
+            gpus[i].add("teacher", **self._forward(self.teacher, more=self.privileged))
         gpus[where[-1]].add("always", teacher=head_size)
         for i in own:
             if i != where[-1]:
@@ -372,14 +374,18 @@ class Run:
         for phase in ("teacher", *PASSES):
             gpus[own[0]].add(phase, what_the_teacher_said=states)
 
-    def _forward(self, shape: shapes.Shape, num_gpus: int = 1) -> dict[str, float]:
-        """Memory of a pass without gradients."""
-        at_once = self.cfg.micro_batch_tokens
+    def _forward(self, shape: shapes.Shape, num_gpus: int = 1, more: int = 0) -> dict[str, float]:
+        """Memory of a pass without gradients; `more` tokens stand before each prompt."""
+        at_once, sequence = self.cfg.micro_batch_tokens, self.sequence + more
         if self._packed(shape):
             at_once *= passes.FORWARD_FACTOR
-        most = self._tokens(shape, -(-self.rows // num_gpus), self.prompts)
-        tokens = max(self.sequence, min(at_once, most))
-        layers = self._layers(shape, tokens, self.sequence, self.cfg.group_size)
+        else:  # the rows of a micro-batch stay together
+            at_once *= sequence / self.sequence
+        rows = -(-self.rows // num_gpus)
+        prompts = min(rows, self.prompts) if self._packed(shape) and self.shards == 1 else rows
+        most = self._tokens(shape, rows, self.prompts) + prompts * more
+        tokens = max(sequence, min(at_once, most))
+        layers = self._layers(shape, math.ceil(tokens), sequence, self.cfg.group_size)
         return dict(forward_pass=layers.inference, logits=self._logits(tokens, shape.vocabulary))
 
     def _layers(self, shape: shapes.Shape, tokens: int, length: int, together: int = 1) -> Pass:

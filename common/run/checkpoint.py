@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common.base import config, distributed, storage
+from common.base import config, distributed, settings, storage
 from common.generation.batches import RolloutBatch
 from common.model import lora
 from common.run import branches, random_state
@@ -59,7 +59,7 @@ def save(
         optimizer: its state is saved.
         position: prompts taken from the data so far, over all ranks.
         cfg: the Config of the run, saved too; the newest `keep_checkpoints` checkpoints of its branch are kept.
-        reference: the frozen model, if it was refreshed.
+        reference: the frozen model, a reference or a teacher, if it was refreshed.
         notes: JSON values that the function `notes` returns after a resume.
         rollout: completions of the next step that could not be scored; `pending_rollout` returns them.
         best: step of the best evaluation; out_dir/best leads to its checkpoint, which is kept, too.
@@ -211,18 +211,20 @@ def _of_this_rank(path: Path) -> dict[str, torch.Tensor]:
 
 
 def reference(folder: Path | None, cfg: Any) -> str:
-    """The model that a frozen reference is loaded from.
+    """The model that a frozen reference or teacher is loaded from.
 
     Args:
         folder: a complete checkpoint, or None for a new run.
         cfg: the Config of the run.
 
     Returns:
-        The reference saved in the checkpoint if `reference_refresh` is on, else `policy_model`: a run that saves no
-        reference must not resume with one, or it would have another after the next resume.
+        The one saved in the checkpoint if `reference_refresh` or `teacher_refresh` is on, else the one that the run
+        began with: a run that saves none must not resume with one, or it would have another after the next resume.
     """
-    saved = Path(folder or "") / files.REFERENCE
-    return str(saved) if folder and cfg.reference_refresh and saved.is_dir() else cfg.policy_model
+    saved, distilled = Path(folder or "") / files.REFERENCE, hasattr(cfg, "teacher_model")
+    if folder and (cfg.teacher_refresh if distilled else cfg.reference_refresh) and saved.is_dir():
+        return str(saved)
+    return settings.teacher_name(cfg) if distilled else cfg.policy_model
 
 
 def notes(folder: Path | None) -> dict[str, Any]:

@@ -127,11 +127,29 @@ def check_distillation(cfg: Any) -> None:
     require(cfg.lmbda <= 1, f"lmbda = {cfg.lmbda}", "is a share, at most 1", "1: on-policy in every step")
     require(0 < cfg.beta < 1, f"beta = {cfg.beta}", "must be between 0 and 1; the loss jumps at the ends",
             "set loss to forward_kl (0) or reverse_kl (1)")  # fmt: skip
+    check_self_distillation(cfg)
     if cfg.loss == "opd":
         require(not cfg.off_policy, f"loss = 'opd', lmbda = {cfg.lmbda}, lmbda_ramp = {cfg.lmbda_ramp}",
                 "its tokens must be the student's own", "set lmbda 1 and lmbda_ramp 0")  # fmt: skip
         require(cfg.loss_temperature == cfg.temperature, f"loss = 'opd', loss_temperature = {cfg.loss_temperature}",
                 f"must be that of the samples, temperature = {cfg.temperature}", "set both to the same")  # fmt: skip
+
+
+def check_self_distillation(cfg: Any) -> None:
+    """Checks what the teacher of a GKD script reads, and whether it can follow the student."""
+    refresh, itself, remedy = cfg.teacher_refresh, cfg.teacher_model == "student", "leave teacher_refresh at 0"
+    at_least(cfg, 1, "max_teacher_prompt_tokens")
+    if cfg.teacher_prompt:
+        settings.prompt_parts(cfg.teacher_prompt)
+    require(not itself or not cfg.teacher_url, f"teacher_model = 'student', teacher_url = {cfg.teacher_url!r}",
+            "a server has a model of its own", "leave one of them out")  # fmt: skip
+    given = f"teacher_refresh = {refresh}"
+    require(itself or not refresh, f"{given}, teacher_model = {cfg.teacher_model!r}", "the student is copied into a "
+            "teacher that began as the student", f"set teacher_model to 'student', or {remedy}")  # fmt: skip
+    require(not refresh or not cfg.lora_rank, f"{given}, lora_rank = {cfg.lora_rank}", "with adapters the teacher "
+            "stays the starting model", f"{remedy}, or train all weights")  # fmt: skip
+    require(not refresh or not cfg.seq_kd, f"{given}, seq_kd = True", "the teacher's own answers are generated once, "
+            "and it changes", f"{remedy}, or seq_kd off")  # fmt: skip
 
 
 def no_longer_than_completions(cfg: Any, name: str) -> None:

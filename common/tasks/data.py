@@ -12,6 +12,7 @@ Chat:     a last assistant turn is the reply to learn. It is removed from the pr
           answer where `answer` is missing or null, unless it calls tools. Contents are text, or a
           list of text parts, which are joined; roles are those of ROLES.
 Length:   prompts over `max_prompt_tokens` are dropped and counted, never cut.
+Teacher:  what it reads in place of the prompt, if `teacher_prompt` is set, is in privileged.py.
 Memory:   each process keeps all rows in Python lists: as measured, 1.25 kB for a row of 30 prompt
           tokens and a short answer and 2.1 kB for a GSM8K row, with no higher peak while loading. A
           million short rows on 8 ranks take 10 GB; cut larger data into several files, and train on
@@ -34,6 +35,7 @@ from common.base import distributed
 from common.base.distributed import print_main
 from common.tasks import thinking
 from common.tasks.data_sources import read_rows
+from common.tasks.privileged import encode as encode_privileged
 from common.tasks.prompt_encoding import SURROGATE, encode, encode_prompts, without_nulls
 from common.tasks.scoring import ARGUMENTS, Scored
 
@@ -58,11 +60,17 @@ class Example:
     columns: dict[str, Any]  # every other column, passed to the reward functions
     reply_start: str = ""  # of the reply, the part that the prompt already holds: "<think>\n", or nothing
     reply: dict | None = None  # assistant turn to learn; None: the answer
+    privileged_ids: list[int] | None = None  # the tokens that a teacher sees, with `teacher_prompt`; None: prompt_ids
 
     @property
     def identity(self) -> str:
         """What a position in the data is valid for."""
         return f"{self.prompt_ids} {self.answer!r}"
+
+    @property
+    def teacher_ids(self) -> list[int]:
+        """Tokens of the prompt that a teacher reads."""
+        return self.prompt_ids if self.privileged_ids is None else self.privileged_ids
 
 
 def load_examples(
@@ -76,6 +84,8 @@ def load_examples(
     template_kwargs: Mapping[str, Any] | None = None,
     need_answer: bool = True,
     limit: str = "max_prompt_tokens",
+    teacher_prompt: str = "",
+    max_teacher_prompt_tokens: int = 0,
 ) -> list[Example]:
     """Reads a source and tokenises its prompts by the rules at the top of this file.
 
@@ -89,6 +99,8 @@ def load_examples(
         template_kwargs: The same.
         need_answer: Whether a row without a ground truth is an error.
         limit: Option that gave `max_prompt_tokens`, for messages.
+        teacher_prompt: Template of what a teacher reads, see privileged.py; "": the prompt.
+        max_teacher_prompt_tokens: Longest such prompt in tokens; rows with longer ones are dropped.
 
     Returns:
         The rows that fit, in the order of the data.
@@ -109,10 +121,17 @@ def load_examples(
         [row[0] for row in fields], source, tokenizer, apply_chat_template, system_prompt,
         template_kwargs=template_kwargs, tools=tools,
     )  # fmt: skip
+    privileged: Sequence[list[int] | None] = [None] * len(rows)
+    if teacher_prompt:
+        privileged = encode_privileged(
+            teacher_prompt, [row[0] for row in fields], [row | {"answer": field[1]} for row, field in
+            zip(rows, fields, strict=True)], source, tokenizer, apply_chat_template, system_prompt, template_kwargs,
+            tools, reply_starts,
+        )  # fmt: skip
     examples = [
-        Example(index, prompt, ids, answer, columns, start, reply)
-        for index, ((prompt, answer, columns, reply), ids, start) in enumerate(
-            zip(fields, prompt_ids, reply_starts, strict=True)
+        Example(index, prompt, ids, answer, columns, start, reply, for_teacher)
+        for index, ((prompt, answer, columns, reply), ids, start, for_teacher) in enumerate(
+            zip(fields, prompt_ids, reply_starts, privileged, strict=True)
         )
         if len(ids) <= max_prompt_tokens
     ]
@@ -123,7 +142,20 @@ def load_examples(
         raise ValueError(f"{source}: {dropped}, so none is left; raise it to {shortest}, the shortest prompt, or more")
     if num_dropped:
         print_main(f"{source}: dropped {dropped}")
-    return examples
+    return _within(examples, max_teacher_prompt_tokens, source) if teacher_prompt else examples
+
+
+def _within(examples: list[Example], most: int, source: str) -> list[Example]:
+    """Those whose prompts for the teacher are short enough; there must be one."""
+    kept = [example for example in examples if len(example.teacher_ids) <= most]
+    dropped = (f"{len(examples) - len(kept)} of {len(examples)} rows whose prompts for the teacher are longer than "
+               f"{most} tokens (max_teacher_prompt_tokens)")  # fmt: skip
+    if not kept:
+        shortest = min(len(example.teacher_ids) for example in examples)
+        raise ValueError(f"{source}: {dropped}, so none is left; raise it to {shortest}, the shortest, or more")
+    if len(kept) < len(examples):
+        print_main(f"{source}: dropped {dropped}")
+    return kept
 
 
 def _parse_row(

@@ -127,6 +127,17 @@ def check_distillation(cfg: Any) -> None:
     require(cfg.lmbda <= 1, f"lmbda = {cfg.lmbda}", "is a share, at most 1", "1: on-policy in every step")
     require(0 < cfg.beta < 1, f"beta = {cfg.beta}", "must be between 0 and 1; the loss jumps at the ends",
             "set loss to forward_kl (0) or reverse_kl (1)")  # fmt: skip
+    if cfg.other_tokenizer != "refuse":
+        given = f"other_tokenizer = {cfg.other_tokenizer!r}"
+        require(not cfg.teacher_url, f"{given}, teacher_url = {cfg.teacher_url!r}", "a server takes tokens of its own "
+                "tokenizer only", "set teacher_model instead")  # fmt: skip
+        require(cfg.other_tokenizer == "spans" or cfg.loss == "reverse_kl", f"{given}, loss = {cfg.loss!r}",
+                "ULD is a loss of its own", "leave loss at 'reverse_kl', or set this to 'spans'")  # fmt: skip
+        if cfg.other_tokenizer == "uld" and not cfg.off_policy:
+            warn(
+                "other_tokenizer = 'uld' with lmbda = 1: sorted probabilities say how sure to be, not of which token; "
+                "the answers of off-policy steps do: set lmbda below 1, or other_tokenizer to 'spans'"
+            )
     if cfg.loss == "opd":
         require(not cfg.off_policy, f"loss = 'opd', lmbda = {cfg.lmbda}, lmbda_ramp = {cfg.lmbda_ramp}",
                 "its tokens must be the student's own", "set lmbda 1 and lmbda_ramp 0")  # fmt: skip

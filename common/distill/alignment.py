@@ -77,6 +77,22 @@ def whole_characters(text: bytes) -> str:
         return text[: error.start].decode()
 
 
+def first_wrong_byte(text: bytes, ended: bool) -> int | None:
+    """Place of the first byte that cannot follow those before it; None if the text is only cut off.
+
+    Args:
+        text: not UTF-8.
+        ended: nothing follows, so that a part of a character at the end is wrong; its place is that of the end.
+    """
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        if error.reason == "unexpected end of data":
+            return len(text) if ended else None
+        return error.start if error.reason == "invalid start byte" else error.end
+    return None
+
+
 class Vocabulary:
     """What each token of a tokenizer stands for.
 

@@ -64,7 +64,7 @@ class CrossDivergences(TokenLosses):
         output = self.model.get_output_embeddings()
         bias_V = None if output.bias is None else output.bias.detach()
         logps_N = torch.zeros(len(ids), device=hidden.device)
-        rows = (spans_N >= divergences.START).nonzero().squeeze(-1)
+        rows = (spans_N.abs() >= divergences.START).nonzero().squeeze(-1)
         if len(rows):
             with torch.no_grad():
                 options = self.temperature, softcap_of(self.model), self.compiled

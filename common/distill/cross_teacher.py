@@ -4,9 +4,16 @@ Prompts are encoded for it from the rows of the data, with its own chat template
 with its tokenizer and aligned (alignment.py); what it says of its tokens is then put where the student's stand.
 cross_losses.py compares that with the student.
 
+What the teacher cannot read costs the student who wrote it: as if it had a probability of 1e-7. Left out of the loss,
+it would be a way out. In a run with `opd`, where most advantages are below 0 and those of such tokens were 0, a student
+that sorts digits wrote broken characters after 60 steps. Answers of the data are merely left out there.
+
 Dims: m sequences, C completion tokens of the student, D those of the teacher, Ht hidden size of the teacher.
 """
 
+import bisect
+import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +25,7 @@ from common.base.distributed import print_main
 from common.distill import alignment, teachers
 from common.distill.alignment import Span
 from common.generation import batches
-from common.maths.divergences import INSIDE, MATCH, START
+from common.maths.divergences import INSIDE, MATCH, SMALLEST_TAIL, START
 from common.model import head, passes, sources
 from common.tasks import chat_templates, data, prompt_encoding
 from common.tasks.data import Example
@@ -26,11 +33,15 @@ from common.tasks.data import Example
 FEW = 0.02  # share of tokens that both know, of the student's, below which a line warns
 
 
+UNREADABLE = math.log(SMALLEST_TAIL)  # log-probability of a text that the teacher cannot write
+
+
 class Reading(NamedTuple):
     """A completion as the teacher reads it."""
 
-    ids: list[int]
+    ids: list[int]  # of the teacher
     spans: list[Span]
+    unreadable: range  # the student's tokens in which begins what the teacher cannot read
 
 
 class CrossTeacher(teachers.LocalTeacher):
@@ -145,27 +156,40 @@ class CrossTeacher(teachers.LocalTeacher):
     def readings(self, completions: Sequence[Sequence[int]]) -> list[Reading]:
         """Completions in the teacher's tokens, aligned with the student's.
 
-        The text ends where it stops to be UTF-8; a control token is the teacher's of the same name, if it has one. A
-        completion that the teacher's tokenizer changes (unknown characters, lower case) has no spans.
+        A reading ends before bytes that are not UTF-8, and before what the teacher's tokenizer changes: characters
+        that it does not know, or capitals. A cut-off completion may end within a character; else such bytes are
+        something that the teacher cannot write.
 
         Args:
             completions: the student's token ids.
         """
         ended = [len(ids) > 0 and int(ids[-1]) in self.end_ids for ids in completions]
         rows = [list(ids[: len(ids) - end]) for ids, end in zip(completions, ended, strict=True)]
-        found = []
-        for ids, end, (read, tokens) in zip(rows, ended, alignment.translate(rows, *self.vocabularies), strict=True):
-            own = self.vocabularies[0].of(ids)
-            text = b"".join(own)
-            if b"".join(tokens) != alignment.whole_characters(text).encode():
-                found.append(Reading([self.ends[1]], []))  # a forward pass needs a token
-                continue
-            spans = alignment.align(own, tokens)
-            if end and len(b"".join(tokens)) == len(text):
-                spans.append(Span(len(ids), len(ids) + 1, len(read), len(read) + 1))
-                read = [*read, self.ends[1]]
-            found.append(Reading(read or [self.ends[1]], spans))
-        return found
+        translated = alignment.translate(rows, *self.vocabularies)
+        return [self._reading(*each) for each in zip(rows, ended, translated, strict=True)]
+
+    def _reading(self, ids: list[int], ended: bool, translated: tuple[list[int], list[bytes]]) -> Reading:
+        """The reading of one completion, whose end token is not among `ids`."""
+        own = self.vocabularies[0].of(ids)
+        text, tokens, length = b"".join(own), [], 0
+        for token in translated[1]:
+            if not text.startswith(token, length):
+                break
+            tokens.append(token)
+            length += len(token)
+        read, spans, unreadable = translated[0][: len(tokens)], alignment.align(own, tokens), range(0)
+        if length < len(text):
+            changed = b"".join(translated[1])
+            wrong = next((i for i, (a, b) in enumerate(zip(text, changed, strict=False)) if a != b), len(changed))
+            if wrong == len(changed):  # all that it was given is as it was
+                wrong = alignment.first_wrong_byte(text, ended)
+            if wrong is not None:
+                token = bisect.bisect_right(list(itertools.accumulate(map(len, own))), wrong)
+                unreadable = range(spans[-1].end if spans else 0, token + 1)
+        elif ended:
+            spans.append(Span(len(ids), len(ids) + 1, len(read), len(read) + 1))
+            read = [*read, self.ends[1]]
+        return Reading(read or [self.ends[1]], spans, unreadable)  # a forward pass needs a token
 
     def fill(self, micros: Iterable[batches.RolloutBatch], micro_batch_tokens: int) -> None:
         """Sets `teacher` of micro-batches, in the places of the student's tokens.
@@ -202,10 +226,12 @@ class CrossTeacher(teachers.LocalTeacher):
         """What the teacher said of its tokens, where the student's stand."""
         (m, C), device = micro.completion_ids.shape, micro.device
         kinds_mC, first_mC = torch.zeros(m, C, dtype=torch.int32), torch.zeros(m, C, dtype=torch.int64)
+        unread_mC = torch.zeros(m, C)
         span_mC = torch.zeros(m, C, dtype=torch.int64)  # number of the span that the token belongs to
         span_mD = torch.zeros(other.completion_ids.shape, dtype=torch.int64)
         lengths, ids = [1], micro.completion_ids.tolist()
-        for row, (read, spans) in enumerate(readings):
+        given_m1 = (micro.rollout_logps == 0).all(1, keepdim=True)  # not sampled: there are no log-probabilities
+        for row, (read, spans, unreadable) in enumerate(readings):
             for start, end, other_start, other_end in spans:
                 one = end - start == other_end - other_start == 1
                 is_match = one and self._partner.get(ids[row][start]) == read[other_start]
@@ -214,6 +240,10 @@ class CrossTeacher(teachers.LocalTeacher):
                 first_mC[row, start] = other_start
                 span_mC[row, start:end] = span_mD[row, other_start:other_end] = len(lengths)
                 lengths.append(end - start)
+            if unreadable and not given_m1[row]:
+                kinds_mC[row, unreadable.start] = -START
+                kinds_mC[row, unreadable.start + 1 : unreadable.stop] = -INSIDE
+                unread_mC[row, unreadable.start : unreadable.stop] = UNREADABLE / len(unreadable)
         kinds_mC, first_mC, span_mC, span_mD, lengths_S = (
             x.to(device) for x in (kinds_mC, first_mC, span_mC, span_mD, torch.tensor(lengths))
         )
@@ -225,11 +255,10 @@ class CrossTeacher(teachers.LocalTeacher):
             gives["states"] = torch.where(compared[..., None], states_mCH, 0.0)
             logps_mD = self._logps(other)
         sums_S = torch.zeros(len(lengths), device=device).index_add(0, span_mD.flatten(), logps_mD.flatten())
-        gives["token_logps"] = torch.where(kinds_mC > 0, (sums_S / lengths_S)[span_mC], 0.0)
+        gives["token_logps"] = torch.where(kinds_mC > 0, (sums_S / lengths_S)[span_mC], unread_mC.to(device))
         if self.method == "uld":
-            # rows that were not sampled have no log-probabilities; for one that was sure of every token, the
-            # cross-entropy of them, which this adds, has no gradient either
-            gives["given"] = (micro.rollout_logps == 0).all(1, keepdim=True).expand(m, C)
+            # also true of a sampled row that was sure of every token; but then their cross-entropy has no gradient
+            gives["given"] = given_m1.expand(m, C)
         return batches.TeacherOutput(**gives)
 
     @torch.no_grad()

@@ -35,7 +35,7 @@ class TeacherOutput:
         token_logps: [B, C] fp32, of the completion's tokens. From a teacher with another tokenizer: of the span of text
             that the token belongs to, in equal parts.
         spans: [B, C] int32, only from such a teacher: the token's place in a span, `divergences.MATCH`, `START` or
-            `INSIDE`; 0: in none, since the teacher cannot read it.
+            `INSIDE`; below 0 where the teacher cannot read what the student wrote; 0: in none.
         given: [B, C] bool, only for ULD: tokens that the student did not sample.
     """
 

@@ -28,7 +28,8 @@ from common.maths.sampling import COLDEST
 
 LOWEST = -1e4  # nats, in place of -inf, which times a probability of 0 would be NaN
 SMALLEST_TAIL = 1e-7  # minimum mass outside the top k, the resolution of fp32 near 1
-# places of a token in a span of text: alone, and both sides know it; first of a span; further in it. 0: in none
+# places of a token in a span of text: alone, and both sides know it; first of a span; further in it. 0: in none;
+# -START, -INSIDE: of a span that the teacher cannot read
 MATCH, START, INSIDE = 1, 2, 3
 
 
@@ -148,9 +149,9 @@ def span_sums(values: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
     Returns:
         Of the same shape; 0 for tokens in no span.
     """
-    place = (spans != INSIDE).flatten().cumsum(0) - 1
+    place = (spans.abs() != INSIDE).flatten().cumsum(0) - 1
     sums = values.new_zeros(spans.numel()).index_add(0, place, values.flatten())
-    return torch.where(spans > 0, sums[place].view_as(values), 0.0)
+    return torch.where(spans != 0, sums[place].view_as(values), 0.0)
 
 
 def _other_logp(logp: torch.Tensor) -> torch.Tensor:
@@ -423,7 +424,7 @@ def spans(
                         for x in (teacher_logits[:, other], student_logits[:, own]))  # fmt: skip
     divergence_n, f_nS = terms(logp_nS, logq_nS, beta)
     of_span_n, slope_n = span_divergence(student_span_logps, teacher_span_logps, beta)
-    is_match_n, begins_n, within_n = spans == MATCH, spans == START, spans >= START
+    is_match_n, begins_n, within_n = spans == MATCH, spans.abs() == START, spans.abs() >= START
 
     def value(at_match_n: torch.Tensor, of_span_n: torch.Tensor) -> torch.Tensor:
         return torch.where(is_match_n, at_match_n, torch.where(begins_n, of_span_n, 0.0))

@@ -31,8 +31,6 @@ from common.tasks import chat_templates, data, prompt_encoding
 from common.tasks.data import Example
 
 FEW = 0.02  # share of tokens that both know, of the student's, below which a line warns
-
-
 UNREADABLE = math.log(SMALLEST_TAIL)  # log-probability of a text that the teacher cannot write
 
 
@@ -122,6 +120,13 @@ class CrossTeacher(teachers.LocalTeacher):
         """
         if not examples:
             return
+        own = self.vocabularies[0].tokenizer
+        if apply_chat_template and own.chat_template:
+            frame = chat_templates.Frame.of(own, template_kwargs, "chat_template_kwargs")
+            for example in examples:
+                require(not isinstance(example.prompt, str) or not frame.is_templated(example.prompt),
+                        f"row {example.index}: the prompt is written in the student's chat template",
+                        "the teacher has another one", "give the text or the messages alone")  # fmt: skip
         templated = apply_chat_template and bool(self.tokenizer.chat_template)
         read = chat_templates.variables(self.tokenizer) if templated and template_kwargs else set()
         if unread := sorted(template_kwargs.keys() - read):
@@ -181,7 +186,7 @@ class CrossTeacher(teachers.LocalTeacher):
         if length < len(text):
             changed = b"".join(translated[1])
             wrong = next((i for i, (a, b) in enumerate(zip(text, changed, strict=False)) if a != b), len(changed))
-            if wrong == len(changed):  # all that it was given is as it was
+            if wrong == len(alignment.whole_characters(text).encode()):  # all that it was given is as it was
                 wrong = alignment.first_wrong_byte(text, ended)
             if wrong is not None:
                 token = bisect.bisect_right(list(itertools.accumulate(map(len, own))), wrong)

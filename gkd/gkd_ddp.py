@@ -30,7 +30,9 @@ from common.base import background, devices, distributed
 from common.distill import teachers
 from common.loop import PromptSettings, Run, Sampler, Trainer, load_data, token_stats
 from common.loop.offloading import Offloading
-from common.loop.student import AnsweredScorer, MixedCompletions, Student, evaluate, load_teacher, require_copies
+from common.loop.student import (
+    AnsweredScorer, MixedCompletions, Student, evaluate, load_teacher, require_copies, require_readable,
+)  # fmt: skip
 from common.maths import losses
 from common.tasks import rewards
 from common.training import optim
@@ -55,6 +57,7 @@ class Config(PromptSettings):
     n_server_workers: int = 4  # requests to it in flight at the same time, per rank; not GPUs, not server threads
     teacher_patience: float = 600.0  # seconds to wait for a server that stays away, before the run saves and ends
     allow_other_template: bool = False  # distil although teacher and student have different chat templates
+    other_tokenizer: Literal["refuse", "spans", "uld"] = "refuse"  # of the teacher: how to distil from it nevertheless
     train_data: str = "toy"  # built-in; or a file (.jsonl, .parquet), a folder, a hub id: "openai/gsm8k:main"
     eval_data: str = "toy"  # the same formats, held out (a hub id: its split "test"); "": no evaluation
 
@@ -116,11 +119,11 @@ def gkd_loss(student, micro, cfg, counts):
     mask_mC, denominator = micro.completion_mask, counts.of(cfg.aggregation)
     if cfg.loss == "opd":  # policy gradient: the advantage of a token is how much likelier it is to the teacher
         logps_mC, entropy_mC = student(micro)
-        advantages_mC = micro.teacher.token_logps - micro.old_logps
+        advantages_mC = micro.teacher.advantages(micro.old_logps)
         surrogate_mC = losses.token_ratio(logps_mC, micro.old_logps) * advantages_mC
         loss = losses.aggregate(-surrogate_mC, mask_mC, cfg.aggregation, denominator)
         reported = {"reverse_kl": -advantages_mC, "entropy": entropy_mC, "student_logps": logps_mC,
-                    "teacher_logps": micro.teacher.token_logps}  # fmt: skip
+                    "teacher_logps": micro.teacher.token_logps, **micro.teacher.shares}  # fmt: skip
     else:  # Eq. 1, over the vocabulary
         loss, reported = student.divergence(micro, losses.weights(mask_mC, cfg.aggregation, denominator))
     return loss, token_stats(micro, loss, reported, counts)
@@ -139,7 +142,7 @@ def main(cfg: Config, rewards=REWARDS) -> None:
     # whether every row must have an answer, to train on and to evaluate on
     train_examples, eval_examples = load_data(cfg, student.tokenizer, cfg.off_policy and not cfg.seq_kd, False)
     scorer = AnsweredScorer(cfg, student.tokenizer, rewards, [*train_examples, *eval_examples])
-    teachers.require_shared([*train_examples, *eval_examples], teacher.shared)
+    require_readable(cfg, teacher, [*train_examples, *eval_examples])
     sampler = Sampler(cfg, student, train_examples, suppressed_ids=range(teacher.shared, student.num_ids))
     prompts = run.restore(student, optimizer, train_examples, teacher.to_save, {"teacher": teacher.weights})
     mixed = MixedCompletions(cfg, prompts, sampler, student, teacher)

@@ -196,4 +196,5 @@ def test_models_that_are_not_there_and_sampling_ahead_without_gpus_that_sample_a
 def test_every_metric_is_explained_and_none_is_missing(launcher):
     runs = [launcher.trained("gkd", **options) for options in (dict(**SEQ_KD, **OFFLOAD), OPD, PLAIN)]
     runs.append(launcher.trained("gkd_multigpu", **PLAIN))
-    assert {name for run in runs for line in run.lines for name in line} == metrics_explained("gkd")
+    found = {name for run in runs for line in run.lines for name in line}
+    assert found | {"aligned"} == metrics_explained("gkd")  # which runs of test_cross_tokenizer.py have

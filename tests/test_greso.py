@@ -80,7 +80,7 @@ def test_a_group_with_fewer_than_two_scores_says_nothing(group):
 def test_exploration_follows_the_shares_of_solved_and_hopeless_groups():
     examples = rows(24)
     stream, groups = Greso(examples, 24, 0), [RIGHT] * 2 + [WRONG] + [MIXED] * 21
-    assert 2 / 24 >= TARGET_EASY and TARGET_HARD > 1 / 24
+    assert TARGET_EASY <= 2 / 24 and TARGET_HARD > 1 / 24
     for step in range(4):
         stream.next()
         stream.learn(examples, scored(groups))

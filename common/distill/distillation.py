@@ -102,12 +102,23 @@ class TokenLosses(LogProbs):
         output, device = self.model.get_output_embeddings(), hidden_NH.device
         # `needs_input_grad` ignores no_grad, and gradients of the weights would be computed for nothing
         own = (x if torch.is_grad_enabled() else _detached(x) for x in (output.weight, output.bias))
+        teacher_N = self.prepared(hidden_NH.detach(), completion_ids[place], *(x[place] for x in teacher))
         loss, values_RN = _TokenLoss.apply(
             hidden_NH, *own, weights[place], softcap_of(self.model), self.shared, self.target(device),
-            completion_ids[place], *(x[place] for x in teacher),
+            completion_ids[place], *teacher_N,
         )  # fmt: skip
         values_mCR = torch.zeros(*completion_ids.shape, len(self.values), device=device)
         return loss, values_mCR.index_put(place, values_RN.t())
+
+    def prepared(self, hidden: torch.Tensor, ids: torch.Tensor, *teacher: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the target takes of each token: what the teacher gave, as it is.
+
+        Args:
+            hidden: [N, H], states of the model that predict the tokens, scaled, without gradient.
+            ids: [N] int64, the tokens.
+            *teacher: [N, ...].
+        """
+        return teacher
 
 
 class Divergences(TokenLosses):

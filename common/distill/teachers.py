@@ -81,6 +81,11 @@ class LocalTeacher:
         self.memory = Offloader(self.model, keep=[] if tokens_only else list(output.parameters()))
 
     @property
+    def suppressed_ids(self) -> range:
+        """Tokens that it never generates, since the student lacks them."""
+        return range(self.shared, self.vocabulary_size)
+
+    @property
     def weights(self) -> str:
         """Their `models.fingerprint`; FOLLOWS if they change."""
         return FOLLOWS if self.refresh_every else models.fingerprint(self.model)
@@ -124,7 +129,19 @@ class LocalTeacher:
         passes.fill(micros, "teacher", self.forward, self.device, micro_batch_tokens)
         for micro in micros:
             micro.teacher = batches.TeacherOutput(**{self.gives: micro.teacher})
-        # an error at a gradient later could not tell whether student or teacher is at fault
+        self.require_finite(micros)
+
+    def require_finite(self, micros: Iterable[batches.RolloutBatch]) -> None:
+        """Stops if something that the teacher gave is not finite.
+
+        An error at a gradient later could not tell whether student or teacher is at fault.
+
+        Args:
+            micros: with `teacher`.
+
+        Raises:
+            FloatingPointError: something is not finite.
+        """
         if not all(bool(x.isfinite().all()) for micro in micros for x in micro.teacher.tensors):
             dtype = str(self.model.dtype).removeprefix("torch.")
             raise FloatingPointError(
@@ -158,7 +175,7 @@ class LocalTeacher:
             end_ids = sources.end_token_ids(self.tokenizer, self.model)
             self._samplers[max_new_tokens] = rollout.Sampler(
                 [self.model], end_ids=end_ids, pad_id=end_ids[0], max_new_tokens=max_new_tokens,
-                suppressed_ids=range(self.shared, self.vocabulary_size), compile=self._compile,
+                suppressed_ids=self.suppressed_ids, compile=self._compile,
             )  # fmt: skip
         batch = self._samplers[max_new_tokens].generate(
             prompts, group_size=1, temperature=temperature, seed=seed, prompt_numbers=numbers
@@ -345,6 +362,6 @@ def shared_ids(tokenizer: PreTrainedTokenizerBase, student_size: int, vocabulary
         raise ValueError(
             f"student and teacher have different tokenizers: id {first} is {own.get(first)!r} for the student and "
             f"{other.get(first)!r} for the teacher ({len(different)} ids differ); a divergence over the vocabulary "
-            "needs the same ids: take a teacher of the student's family"
+            "needs the same ids: take a teacher of the student's family, or set other_tokenizer to 'spans' or 'uld'"
         )
     return min(student_size, size)

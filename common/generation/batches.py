@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from common.generation import stopping
+from common.maths import divergences
 from common.model.images import Images
 from common.model.packing import Sizes
 
@@ -31,7 +32,11 @@ class TeacherOutput:
         ids: [B, C, K] int32, the top k tokens.
         logps: [B, C, K] fp32, their log-probabilities.
         tail_logp: [B, C] fp32, log of the mass of all other tokens.
-        token_logps: [B, C] fp32, of the completion's tokens.
+        token_logps: [B, C] fp32, of the completion's tokens. From a teacher with another tokenizer: of the span of text
+            that the token belongs to, in equal parts.
+        spans: [B, C] int32, only from such a teacher: the token's place in a span, `divergences.MATCH`, `START` or
+            `INSIDE`; below 0 where the teacher cannot read what the student wrote; 0: in none.
+        given: [B, C] bool, only for ULD: tokens that the student did not sample.
     """
 
     states: torch.Tensor | None = None
@@ -39,6 +44,27 @@ class TeacherOutput:
     logps: torch.Tensor | None = None
     tail_logp: torch.Tensor | None = None
     token_logps: torch.Tensor | None = None
+    spans: torch.Tensor | None = None
+    given: torch.Tensor | None = None
+
+    def advantages(self, logps: torch.Tensor) -> torch.Tensor:
+        """How much likelier each token is to the teacher; or the span that it belongs to, for all tokens of it.
+
+        The gradient of a span's log-probability is the sum of those of its tokens, so each has the span's advantage.
+
+        Args:
+            logps: [B, C] fp32, of the student.
+
+        Returns:
+            [B, C] fp32, 0 for tokens in no span.
+        """
+        difference = self.token_logps - logps
+        return difference if self.spans is None else divergences.span_sums(difference, self.spans)
+
+    @property
+    def shares(self) -> dict[str, torch.Tensor]:
+        """`aligned`, [B, C]: whether the token is in a span; nothing if there are none."""
+        return {} if self.spans is None else {"aligned": (self.spans > 0).float()}
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

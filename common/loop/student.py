@@ -10,14 +10,14 @@ import torch
 
 from common.base import devices, distributed, memory, settings
 from common.base.checks import require
-from common.distill import distillation, offpolicy, teacher_client, teachers
+from common.distill import cross_losses, cross_teacher, distillation, offpolicy, teacher_client, teachers
 from common.generation.batches import RolloutBatch
 from common.loop.offloading import Offloading
 from common.loop.policy import Policy
 from common.loop.sampler import Sampler, sampled_accuracies
 from common.loop.scorer import check_functions, collate
 from common.loop.trainer import Counts, Stats
-from common.model import logprobs
+from common.model import logprobs, sources
 from common.run import checkpoint, interrupts, measures
 from common.tasks import data, scoring
 from common.tasks.data import Example, PromptStream
@@ -47,6 +47,9 @@ class Student(Policy):
         """Wraps the student for its loss: log-probabilities for "opd", else divergences."""
         if cfg.loss == "opd":
             self.wrap(functools.partial(logprobs.LogProbs, temperature=cfg.temperature, compile=cfg.compile))
+        elif cfg.other_tokenizer != "refuse":
+            options = cfg.loss_temperature, cfg.compile, cfg.beta_in_force, teacher
+            self.wrap(lambda model: cross_losses.CrossDivergences(model, *options))
         else:
             options = cfg.loss_temperature, cfg.compile, cfg.beta_in_force, teacher.shared, teacher.head
             self.wrap(lambda model: distillation.Divergences(model, *options))
@@ -88,15 +91,39 @@ def load_teacher(cfg: Any, gpus: devices.Layout, student: Student, resumed: Path
                 workers=cfg.n_server_workers, patience_s=cfg.teacher_patience,
             )  # fmt: skip
         else:
-            teacher = teachers.LocalTeacher(
+            kind = teachers.LocalTeacher
+            if cfg.other_tokenizer != "refuse":
+                end_ids = sources.end_token_ids(student.tokenizer, student.model)
+                kind = functools.partial(cross_teacher.CrossTeacher, student=student.tokenizer, end_ids=end_ids,
+                                         student_size=student.num_ids, method=cfg.other_tokenizer)  # fmt: skip
+            teacher = kind(
                 settings.teacher_name(cfg), gpus.teacher, cfg.dtype, temperature=cfg.loss_temperature,
                 compile=cfg.compile, tokens_only=cfg.loss == "opd", refresh_every=cfg.teacher_refresh,
                 source=checkpoint.reference(resumed, cfg),
             )  # fmt: skip
-        teachers.agree(teacher, student.tokenizer, student.num_ids, cfg.allow_other_template)
+        if cfg.other_tokenizer == "refuse":
+            teachers.agree(teacher, student.tokenizer, student.num_ids, cfg.allow_other_template)
         teachers.require_same(teacher, checkpoint.notes(resumed))
     student.learn_from(teacher, cfg)  # shards, which is a collective
     return teacher
+
+
+def require_readable(cfg: Any, teacher: Any, examples: Sequence[Example]) -> None:
+    """Requires that the teacher can read the prompts; one with another tokenizer encodes them for itself.
+
+    Args:
+        cfg: Config of a GKD script.
+        teacher: from `load_teacher`.
+        examples: all rows of the run.
+
+    Raises:
+        ValueError: with the row of a prompt that it cannot read.
+    """
+    if cfg.other_tokenizer == "refuse":
+        teachers.require_shared(examples, teacher.shared)
+        return
+    teacher.read_prompts(examples, apply_chat_template=cfg.apply_chat_template, system_prompt=cfg.system_prompt,
+                         template_kwargs=cfg.template_kwargs)  # fmt: skip
 
 
 class AnsweredScorer:

@@ -128,6 +128,20 @@ def check_distillation(cfg: Any) -> None:
     require(0 < cfg.beta < 1, f"beta = {cfg.beta}", "must be between 0 and 1; the loss jumps at the ends",
             "set loss to forward_kl (0) or reverse_kl (1)")  # fmt: skip
     check_self_distillation(cfg)
+    if cfg.other_tokenizer != "refuse":
+        given = f"other_tokenizer = {cfg.other_tokenizer!r}"
+        require(cfg.teacher_model != "student" and not cfg.teacher_prompt, f"{given}, teacher_model = "
+                f"{cfg.teacher_model!r}, teacher_prompt = {cfg.teacher_prompt!r}", "a teacher with another tokenizer "
+                "is another model, and reads the prompts of the data", "leave it at 'refuse'")  # fmt: skip
+        require(not cfg.teacher_url, f"{given}, teacher_url = {cfg.teacher_url!r}", "a server takes tokens of its own "
+                "tokenizer only", "set teacher_model instead")  # fmt: skip
+        require(cfg.other_tokenizer == "spans" or cfg.loss == "reverse_kl", f"{given}, loss = {cfg.loss!r}",
+                "ULD is a loss of its own", "leave loss at 'reverse_kl', or set this to 'spans'")  # fmt: skip
+        if cfg.other_tokenizer == "uld" and not cfg.off_policy:
+            warn(
+                "other_tokenizer = 'uld' with lmbda = 1: sorted probabilities say how sure to be, not of which token; "
+                "the answers of off-policy steps do: set lmbda below 1, or other_tokenizer to 'spans'"
+            )
     if cfg.loss == "opd":
         require(not cfg.off_policy, f"loss = 'opd', lmbda = {cfg.lmbda}, lmbda_ramp = {cfg.lmbda_ramp}",
                 "its tokens must be the student's own", "set lmbda 1 and lmbda_ramp 0")  # fmt: skip

@@ -325,16 +325,25 @@ def _with_call_arguments(messages: list[dict], as_text: bool) -> list[dict]:
     ]
 
 
-def _require_read(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
-    """Refuses arguments that the template does not read."""
-    if not arguments:
-        return
+def variables(tokenizer: Any) -> set[str]:
+    """Names that a template reads beside those that every template is given.
+
+    Args:
+        tokenizer: one with a chat template.
+    """
     templates = tokenizer.chat_template
     texts = templates.values() if isinstance(templates, dict) else [templates]
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     trees = [environment.parse(_GENERATION.sub("", text)) for text in texts]
     read = {name for tree in trees for name in jinja2.meta.find_undeclared_variables(tree)}
-    read -= {*jinja2.defaults.DEFAULT_NAMESPACE, *GIVEN, *tokenizer.special_tokens_map}
+    return read - {*jinja2.defaults.DEFAULT_NAMESPACE, *GIVEN, *tokenizer.special_tokens_map}
+
+
+def _require_read(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
+    """Refuses arguments that the template does not read."""
+    if not arguments:
+        return
+    read = variables(tokenizer)
     if unread := sorted(arguments.keys() - read):
         known = f"use {', '.join(sorted(read))}" if read else "it reads none, so leave it empty"
         raise ValueError(f"chat_template_kwargs: the chat template does not read {', '.join(unread)}; {known}")

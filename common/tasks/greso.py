@@ -8,9 +8,9 @@ Skip:     the row is skipped with probability 1 - max(p^z, LEAST), before anythi
           group was all right and `p_hard` if it was all wrong.
 Explore:  both begin at START. After each step, from the second pass over the data on, p falls by DELTA if the share of
           its kind among the groups of the step is at least its target, and rises by DELTA otherwise.
-Values:   a tenth of the groups may have equal rewards, twice as many hard ones as easy ones, because hard prompts become
-          solvable as training goes on. The authors' code, github.com/Infini-AI-Lab/GRESO at b277843, lets a quarter
-          have them and moves p by 0.01; all else is as there.
+Values:   a tenth of the groups may have equal rewards, twice as many hard ones as easy ones, because hard prompts
+          become solvable as training goes on. The authors' code, github.com/Infini-AI-Lab/GRESO at b277843, lets a
+          quarter have them and moves p by 0.01; all else is as there.
 Dims:     N rows, K rows with different prompt or answer, P prompts of this rank, G completions of each
 """
 

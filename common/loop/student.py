@@ -90,7 +90,7 @@ def load_teacher(cfg: Any, gpus: devices.Layout, student: Student, resumed: Path
         else:
             teacher = teachers.LocalTeacher(
                 settings.teacher_name(cfg), gpus.teacher, cfg.dtype, temperature=cfg.loss_temperature,
-                compile=cfg.compile, tokens_only=cfg.loss == "opd", refresh_every=cfg.teacher_refresh,
+                compile=cfg.compile, tokens_only=cfg.loss == "opd", refresh_every=getattr(cfg, "teacher_refresh", 0),
                 source=checkpoint.reference(resumed, cfg),
             )  # fmt: skip
         teachers.agree(teacher, student.tokenizer, student.num_ids, cfg.allow_other_template)

@@ -98,7 +98,7 @@ def load_teacher(cfg: Any, gpus: devices.Layout, student: Student, resumed: Path
                                          student_size=student.num_ids, method=cfg.other_tokenizer)  # fmt: skip
             teacher = kind(
                 settings.teacher_name(cfg), gpus.teacher, cfg.dtype, temperature=cfg.loss_temperature,
-                compile=cfg.compile, tokens_only=cfg.loss == "opd", refresh_every=cfg.teacher_refresh,
+                compile=cfg.compile, tokens_only=cfg.loss == "opd", refresh_every=getattr(cfg, "teacher_refresh", 0),
                 source=checkpoint.reference(resumed, cfg),
             )  # fmt: skip
         if cfg.other_tokenizer == "refuse":

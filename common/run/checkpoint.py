@@ -222,7 +222,7 @@ def reference(folder: Path | None, cfg: Any) -> str:
         began with: a run that saves none must not resume with one, or it would have another after the next resume.
     """
     saved, distilled = Path(folder or "") / files.REFERENCE, hasattr(cfg, "teacher_model")
-    if folder and (cfg.teacher_refresh if distilled else cfg.reference_refresh) and saved.is_dir():
+    if folder and getattr(cfg, "teacher_refresh" if distilled else "reference_refresh", 0) and saved.is_dir():
         return str(saved)
     return settings.teacher_name(cfg) if distilled else cfg.policy_model
 

@@ -4,9 +4,9 @@ Prompts are encoded for it from the rows of the data, with its own chat template
 with its tokenizer and aligned (alignment.py); what it says of its tokens is then put where the student's stand.
 cross_losses.py compares that with the student.
 
-What the teacher cannot read costs the student who wrote it: as if it had a probability of 1e-7. Left out of the loss,
-it would be a way out. In a run with `opd`, where most advantages are below 0 and those of such tokens were 0, a student
-that sorts digits wrote broken characters after 60 steps. Answers of the data are merely left out there.
+What the teacher cannot read costs the student that wrote it, as if it had a probability of 1e-7. Left out of the loss
+it would be a way out: with `opd` most advantages are below 0, and those of such tokens would be 0. In answers of the
+data it is left out.
 
 Dims: m sequences, C completion tokens of the student, D those of the teacher, Ht hidden size of the teacher.
 """

@@ -39,7 +39,7 @@ def read(run: Path) -> dict[str, np.ndarray]:
     """Columns of a run by name, each with one entry per step, and its evaluations.
 
     Args:
-        run: output folder of a training script of GSPO or GRPO.
+        run: output folder of a training script of GSPO, GRPO or GKD.
 
     Returns:
         `step`, `sampled` (completions so far), `equal`, `trained`, `skipped`, `eval_at` (completions before an
@@ -49,9 +49,9 @@ def read(run: Path) -> dict[str, np.ndarray]:
         ValueError: the run has no evaluation.
     """
     rows, size = plot_run.read_metrics(run), report_runs.samples_per_step(run)
-    steps = [row for row in rows if row.get("zero_std") is not None]
+    steps = [row for row in rows if any(row.get(name) is not None for name in ("zero_std", "learning_rate"))]
     replaced = np.array([row.get("resampled") or 0.0 for row in steps])
-    trained = np.array([row["zero_std"] for row in steps])
+    trained = np.array([row.get("zero_std", np.nan) for row in steps], dtype=float)  # none in distillation
     sampled, step = np.cumsum(size * (1 + replaced)), np.array([row["step"] for row in steps])
     at, values = plot_run.series(rows, "eval_reward")
     require(len(at) > 0, f"{run} has no eval_reward", "settings are compared by it", "set eval_every")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import random
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import pytest
 import torch
 from bounds import rounding
 from comparing import TERMS, assert_close, comparable
-from conftest import SCRIPTS, assert_equal_weights, build_tokenizer, read_lines, two_replicas
+from conftest import ROOT, SCRIPTS, assert_equal_weights, build_tokenizer, load_script, read_lines, two_replicas
 from safetensors.torch import load_file
 from test_logprobs import ROUNDINGS
 from test_plan import planned
@@ -22,7 +21,7 @@ from common.base import settings
 from common.distill import distillation, teachers
 from common.generation import batches
 from common.model import logprobs, models
-from common.tasks import data, toy
+from common.tasks import data
 
 parity = partial(pytest.param, marks=pytest.mark.parity)
 CPU = torch.device("cpu")
@@ -321,36 +320,8 @@ def test_a_student_with_more_tokens_is_copied_as_far_as_the_teacher_goes(model_f
 # whether it helps
 
 
-def follower(folder: Path) -> Path:
-    """The built-in policy, taught to repeat any hint: "sort 7 3 1 9 4 = 41937" is answered by "41937".
-
-    Hints are random orders of the digits, so that nothing says which order is wanted: of prompts without a hint it gets
-    about one in 120 right.
-    """
-    tokenizer = toy._tokenizer()
-    with toy.undisturbed():
-        model, rng = models.load_policy("toy", CPU, "fp32")[1], random.Random(0)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-        for step in range(80):
-            optimizer.param_groups[0]["lr"] = 1e-3 * min(1, (step + 1) / 10, 2 - 2 * step / 80)
-            ids = []
-            for row in rng.sample(toy.rows("train"), 64):
-                hint = "".join(rng.sample(row["answer"], 5))
-                turns = [{"role": "user", "content": f"{row['prompt']} = {hint}"}]
-                text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-                ids.append(tokenizer(text + hint + tokenizer.eos_token).input_ids)
-            ids, labels = torch.tensor(ids), torch.tensor(ids)
-            labels[:, :-6] = -100
-            model(input_ids=ids, labels=labels).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 def test_a_policy_learns_from_what_it_would_do_with_the_answer(launcher, tmp_path):
-    model = follower(tmp_path / "model")
+    model = load_script(ROOT / "scripts/dev/hint_policy.py").write(tmp_path / "model")
     own = dict(train_data="toy", eval_data="toy", student_model=model, micro_batch_tokens=0, group_size=4,
                batch_size=16, num_minibatches=1, learning_rate=1e-3, eval_every=40, eval_examples=128, steps=40,
                save_every=40, sample_every=0, loss="forward_kl", **ITSELF)  # fmt: skip

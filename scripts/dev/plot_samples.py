@@ -16,6 +16,7 @@ at N          `eval_reward` where the setting with the fewest completions ends, 
 """
 
 import argparse
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -96,12 +97,13 @@ def summary(runs: list[dict[str, np.ndarray]], after: int, marks: list[float]) -
 def draw(settings: dict[str, list[dict[str, np.ndarray]]], out: Path) -> None:
     """Draws both panels into the PNG file `out`."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), dpi=110, layout="constrained")
-    for color, (name, runs) in zip(plot_run.COLORS, settings.items(), strict=False):
+    styles = itertools.product(("-", "--", ":"), plot_run.COLORS)
+    for (style, color), (name, runs) in zip(styles, settings.items(), strict=False):
         grid = np.linspace(0, min(run["eval_at"][-1] for run in runs), POINTS)
         reached = np.array([np.interp(grid, run["eval_at"], run["eval"]) for run in runs])
         equal = np.array([np.interp(grid, run["sampled"], rolling(run["equal"])) for run in runs])
         for axis, curves in zip(axes, (reached, equal), strict=True):
-            axis.plot(grid, curves.mean(0), color=color, linewidth=1.8, label=name)
+            axis.plot(grid, curves.mean(0), color=color, linestyle=style, linewidth=1.8, label=name)
             axis.fill_between(grid, curves.min(0), curves.max(0), color=color, alpha=0.15, linewidth=0)
     axes[0].set_title("eval_reward", loc="left")
     axes[1].set_title(f"Share of groups with equal rewards, mean of {WINDOW} steps", loc="left")
@@ -109,7 +111,7 @@ def draw(settings: dict[str, list[dict[str, np.ndarray]]], out: Path) -> None:
         axis.set_xlabel("completions sampled")
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
-    axes[0].legend(frameon=False)
+    axes[0].legend(frameon=False, fontsize=8 if len(settings) > 6 else None, ncols=1 + len(settings) // 7)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
     plt.close(figure)

@@ -112,7 +112,8 @@ def grpo_loss(policy, micro, cfg, counts):
     """Share of a micro-batch in the loss of its minibatch; `counts` are the minibatch's, so the shares add up."""
     mask_mC = micro.completion_mask
     logps_mC, entropy_mC = policy(micro)
-    objective = objectives.FAMILY[cfg.loss].function  # or one of your own, such as objectives.sapo
+    # a value per token, to be maximised; "dapo": min(ratio A, clipped ratio A), Eq. 3; or write a function of your own
+    objective = objectives.FAMILY[cfg.loss].function
     surrogate_mC, ratio, outside = objective(logps_mC, micro.old_logps, micro.advantages, mask_mC, *cfg.clip_range)
     if cfg.dual_clip:
         surrogate_mC = losses.dual_clip(surrogate_mC, micro.advantages, cfg.dual_clip)

@@ -374,6 +374,21 @@ def test_a_teacher_says_of_a_text_what_it_says_alone(folders, own, other, tokens
     assert (batch.teacher.states is None) == tokens_only
 
 
+def test_for_uld_the_state_of_a_span_is_that_before_its_first_token(folders):
+    _, tokenizer, teacher = load(folders, "large", "small", method="uld")  # spans have several tokens of the teacher
+    batch = batch_of(tokenizer, ["the cat sat", "sort 7 3 1"], teacher)
+    teacher.fill([batch], 1000)
+    prompt, several = teacher.prompt_of(tokenizer.encode("sort")), 0
+    for row, reading in enumerate(teacher.readings([ids.tolist() for ids in batch.completions])):
+        with torch.no_grad():
+            states = teacher.model.model(input_ids=torch.tensor([[*prompt, *reading.ids]])).last_hidden_state[0]
+        for start, _, other_start, other_end in reading.spans:
+            several += other_end - other_start > 1
+            found, alone = batch.teacher.states[row, start], states[len(prompt) + other_start - 1]
+            assert_rounded(found, alone, ROUNDINGS, 8.0)
+    assert several > 2
+
+
 def test_what_the_teacher_cannot_read_is_left_out_of_the_loss(folders):
     model, tokenizer, teacher = load(folders, "small", "lower")
     batch = batch_of(tokenizer, ["the cat", "The Cat"], teacher)

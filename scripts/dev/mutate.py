@@ -1,4 +1,4 @@
-"""Mutation test: puts 92 small faults into copies of this project, one at a time, and runs the tests on each.
+"""Mutation test: puts 99 small faults into copies of this project, one at a time, and runs the tests on each.
 
 Run:  python scripts/dev/mutate.py --out faults.md                  all faults, each against the fast tier
       python scripts/dev/mutate.py --out faults.md --first-only     only the test files named with each fault
@@ -156,6 +156,18 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "others / count.clamp(min=1)", "diversity"),
     ("mmr-forgets", "state", "common/tasks/diversity.py", "max(near, alike[i][latest])", "alike[i][latest]",
      "diversity"),
+    ("dppo-direction", "swap", "common/maths/objectives.py", "torch.where(advantages > 0, above, below)",
+     "torch.where(advantages > 0, below, above)", "objectives"),
+    ("gdpo-weights", "factor", "common/maths/advantages.py", "(weights.double()[:, None, None] * by_function)",
+     "by_function", "advantages"),
+    ("kl-of-the-past", "sign", "common/maths/advantages.py", "kl.flip(-1).cumsum(-1).flip(-1)", "kl.cumsum(-1)",
+     "advantages"),
+    ("sampler-overwritten", "state", "common/loop/policy.py", " if getattr(micro, field) is None]", "]", "grpo"),
+    ("greso-forgets", "state", "common/tasks/greso.py", "p_K.pow(z_K)", "p_K", "greso"),
+    ("privileged-unread", "state", "common/distill/teachers.py", "torch.tensor(example.teacher_ids)",
+     "torch.tensor(example.prompt_ids)", "self_distillation"),
+    ("span-end", "off by one", "common/distill/cross_teacher.py", "first_mC[row, start] = other_start",
+     "first_mC[row, start] = other_end - 1", "cross_tokenizer"),
     ("vector-length", "factor", "common/tasks/embedder.py", "vectors[rows_of[text]] = vector / length",
      "vectors[rows_of[text]] = vector", "embedder"),
     # models and memory
@@ -230,8 +242,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("replica-weights", "sync", "common/loop/policy.py", "models.refresh(self.trained)", "pass", "golden memory"),
     ("rank-gradients", "sync", "common/loop/trainer.py", "distributed.sum_gradients(self.optimizer.params)", "pass",
      "golden grpo"),
-    ("gkd-sides", "sign", "gkd/gkd.py", "advantages_mC = micro.teacher.token_logps - micro.old_logps",
-     "advantages_mC = micro.old_logps - micro.teacher.token_logps", "golden gkd"),
+    ("gkd-sides", "sign", "common/generation/batches.py", "difference = self.token_logps - logps",
+     "difference = logps - self.token_logps", "golden gkd"),
     ("similarity-unused", "state", "grpo/similarity_grpo.py", "rewards_AG = diversity.group_rewards(",
      "diversity.group_rewards(", "similarity"),
     ("rank-advantages", "sync", "common/base/distributed.py", "values.chunk(num_ranks())[rank()]",

@@ -581,7 +581,7 @@ RUN = dict(steps=40, batch_size=16, group_size=4, max_new_tokens=10, eval_exampl
 
 
 @pytest.mark.parametrize("options", [
-    dict(other_tokenizer="spans"),
+    pytest.param(dict(other_tokenizer="spans"), marks=pytest.mark.parity),
     pytest.param(dict(other_tokenizer="spans", loss="opd", learning_rate=2e-4), marks=pytest.mark.parity),
     pytest.param(dict(other_tokenizer="spans", loss="jsd", lmbda=0.5, seq_kd=True), marks=pytest.mark.parity),
     pytest.param(dict(other_tokenizer="uld", lmbda=0), marks=pytest.mark.parity),

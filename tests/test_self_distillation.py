@@ -320,6 +320,7 @@ def test_a_student_with_more_tokens_is_copied_as_far_as_the_teacher_goes(model_f
 # whether it helps
 
 
+@pytest.mark.parity  # the slowest
 def test_a_policy_learns_from_what_it_would_do_with_the_answer(launcher, tmp_path):
     model = load_script(ROOT / "scripts/dev/hint_policy.py").write(tmp_path / "model")
     own = dict(train_data="toy", eval_data="toy", student_model=model, micro_batch_tokens=0, group_size=4,

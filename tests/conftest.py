@@ -102,6 +102,7 @@ def tiny_model(kind: str, **options) -> torch.nn.Module:
 FIRST = [
     "test_readme", "test_resume", "test_faults", "test_poster_launcher", "test_grpo", "test_teacher_server",
     "test_golden", "test_scripts", "test_sft", "test_poster_server", "test_gkd", "test_gkd_server", "test_parity",
+    "test_self_distillation", "test_greso", "test_cross_tokenizer",
     "test_demonstrations", "test_data", "test_plan", "test_contract", "test_fused", "test_measures", "test_engine",
     "test_rollout", "test_benchmark", "test_images", "test_poster_grpo", "test_logprobs", "test_toy",
     "test_reward_client", "test_config", "test_drafts", "test_poster_toys", "test_notebook", "test_rewards",

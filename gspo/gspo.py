@@ -58,7 +58,7 @@ class Config(RLSettings):
     clip_preset: Literal["dense", "paper", "custom"] = "dense"  # 3e-3/4e-3, 3e-4/4e-4 (long answers), or the epsilons
     epsilon_low: float = 0.2  # with "custom" only: clips the ratio below 1 - epsilon_low; the presets are far smaller
     epsilon_high: float = 0.2  # with "custom" only: clips the ratio above 1 + epsilon_high
-    advantage_scale: Literal["group", "batch", "none"] = "group"  # divides r - mean(r) by the std of it; group: Eq. 6
+    advantage_scale: Literal["group", "batch", "none", "rloo", "maxrl", "lite_ppo"] = "group"  # Eq. 6: "group"
     kl_coef: float = 0.0  # weight of the KL to the reference (the starting model, unless refreshed); 0: not loaded
     kl_estimator: Literal["k2", "k3"] = "k3"  # "k3": GRPO paper; "k2" has the gradient of KL(policy, reference)
 

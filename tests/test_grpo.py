@@ -163,6 +163,7 @@ def test_every_metric_is_explained_and_none_is_missing(halved):
     ("grpo", dict(loss="gspo", advantage_scale="reinforce_pp"), "'reinforce_pp', loss = 'gspo': it gives every token"),
     ("grpo", dict(kl_estimator="in_reward"), "kl_estimator = 'in_reward', advantage_scale = 'auto': the KL becomes"),
     ("grpo", dict(advantage_scale="maxrl", overlong_cache=4), "'maxrl', overlong_cache = 4: it divides by the mean"),
+    ("gspo", dict(advantage_scale="maxrl", overlong_cache=4), "'maxrl', overlong_cache = 4: it divides by the mean"),
     ("grpo", dict(advantage_scale="gdpo", reward_url="http://127.0.0.1:1"), "'gdpo', reward_url ="),
     ("similarity_grpo", dict(advantage_scale="gdpo"), "advantage_scale = 'gdpo': similarity enters a single reward"),
     ("grpo", dict(kl_coef=0, reference_refresh=2), "reference_refresh = 2: there is no reference while kl_coef is 0"),

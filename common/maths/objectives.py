@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from common.maths import losses
 
@@ -34,19 +35,15 @@ class Objective(NamedTuple):
         outside: above and below the range, two bool tensors of the shape of `ratio`.
     """
 
-    surrogate: torch.Tensor
-    ratio: torch.Tensor
-    outside: tuple[torch.Tensor, torch.Tensor]
+    surrogate: Tensor
+    ratio: Tensor
+    outside: tuple[Tensor, Tensor]
 
 
 def clipped_tokens(
-    logps: torch.Tensor,
-    old_logps: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    epsilon_low: float,
-    epsilon_high: float,
-) -> Objective:
+    logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor,
+    epsilon_low: float, epsilon_high: float,
+) -> Objective:  # fmt: skip
     """GRPO, DAPO and Dr. GRPO: a clipped ratio for every token; they differ in how tokens are averaged.
 
     Source: arXiv 2402.03300, Eq. 3; arXiv 2503.14476, Eq. 8; arXiv 2503.20783, section 3.2.
@@ -57,13 +54,9 @@ def clipped_tokens(
 
 
 def clipped_sequences(
-    logps: torch.Tensor,
-    old_logps: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    epsilon_low: float,
-    epsilon_high: float,
-) -> Objective:
+    logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor,
+    epsilon_low: float, epsilon_high: float,
+) -> Objective:  # fmt: skip
     """GSPO and LUSPO: one clipped ratio for the whole sequence, the geometric mean of its token ratios.
 
     GSPO averages over the tokens of a sequence, LUSPO sums over them: a sequence then weighs as much as it is long.
@@ -77,13 +70,9 @@ def clipped_sequences(
 
 
 def gspo_token(
-    logps: torch.Tensor,
-    old_logps: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    epsilon_low: float,
-    epsilon_high: float,
-) -> Objective:
+    logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor,
+    epsilon_low: float, epsilon_high: float,
+) -> Objective:  # fmt: skip
     """GSPO-token: the ratio of the sequence, with an advantage for every token; GSPO if these are equal.
 
     Source: arXiv 2507.18071, Eqs. 13 and 14.
@@ -94,13 +83,9 @@ def gspo_token(
 
 
 def cispo(
-    logps: torch.Tensor,
-    old_logps: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    epsilon_low: float,
-    epsilon_high: float,
-) -> Objective:
+    logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor,
+    epsilon_low: float, epsilon_high: float,
+) -> Objective:  # fmt: skip
     """CISPO: REINFORCE with the token ratio, held between 1 - epsilon_low and 1 + epsilon_high, as a constant weight.
 
     Every token keeps a gradient. Only that has a meaning, not the value of the surrogate.
@@ -114,13 +99,9 @@ def cispo(
 
 
 def dppo(
-    logps: torch.Tensor,
-    old_logps: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    delta_low: float,
-    delta_high: float,
-) -> Objective:
+    logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor,
+    delta_low: float, delta_high: float,
+) -> Objective:  # fmt: skip
     """DPPO: drops a token once its *probability* has moved by delta in the direction of its advantage.
 
     A ratio of 3 is harmless where the probability goes from 0.001 to 0.003, and a ratio of 1.2 is not where it goes
@@ -140,13 +121,9 @@ def dppo(
 
 
 def sapo(
-    logps: torch.Tensor,
-    old_logps: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    tau_negative: float,
-    tau_positive: float,
-) -> Objective:
+    logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor,
+    tau_negative: float, tau_positive: float,
+) -> Objective:  # fmt: skip
     """SAPO: a sigmoid of the token ratio in place of the clip, so that gradients fade out and never jump to 0.
 
     The gate (4 / tau) sigmoid(tau (r - 1)) has slope 1 at r = 1. The gradient of a token is A r times the slope.
@@ -162,13 +139,9 @@ def sapo(
 
 
 def gmpo(
-    logps: torch.Tensor,
-    old_logps: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    epsilon_low: float,
-    epsilon_high: float,
-) -> Objective:
+    logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor,
+    epsilon_low: float, epsilon_high: float,
+) -> Objective:  # fmt: skip
     """GMPO: the geometric mean over a sequence of token ratios that are clipped first, in log space.
 
     A token is clipped on the side of the advantage only, and then has no gradient; the others of its sequence keep
@@ -187,15 +160,9 @@ def gmpo(
 
 
 def vespo(
-    logps: torch.Tensor,
-    old_logps: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    lambda_negative: float,
-    lambda_positive: float,
-    k_negative: float = 3.0,
-    k_positive: float = 2.0,
-) -> Objective:
+    logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor,
+    lambda_negative: float, lambda_positive: float, k_negative: float = 3.0, k_positive: float = 2.0,
+) -> Objective:  # fmt: skip
     """VESPO: REINFORCE with the weight W^k exp(lambda (1 - W)), where W is the ratio of the whole sequence.
 
     W is the product of the token ratios, not their mean: nothing is normalised by length. The weight is 1 at W = 1 and
@@ -245,17 +212,17 @@ FAMILY = {
 }
 
 
-def _inside(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _inside(values: Tensor, mask: Tensor) -> Tensor:
     """Values in fp32, 0 where masked out, so that NaN or infinity there cannot spread."""
     return torch.where(mask.bool(), values.float(), 0.0)
 
 
-def _to_tokens(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _to_tokens(values: Tensor, mask: Tensor) -> Tensor:
     """[B] as [B, C]: each token has the value of its sequence, whose mean over tokens it thus is."""
     return values[:, None].expand(mask.shape)
 
 
-def _of_sequences(advantages: torch.Tensor) -> torch.Tensor:
+def _of_sequences(advantages: Tensor) -> Tensor:
     """Advantages, if there is one per sequence."""
     if advantages.dim() != 1:
         raise ValueError(

@@ -105,6 +105,9 @@ def check_rl(cfg: Any) -> None:
     if not hasattr(cfg, "reward_model"):
         return
     no_longer_than_completions(cfg, "overlong_cache")
+    require(cfg.advantage_scale != "maxrl" or not cfg.overlong_cache,
+            f"advantage_scale = 'maxrl', overlong_cache = {cfg.overlong_cache}", "it divides by the mean reward, which "
+            "penalties would make negative", "leave one of them off")  # fmt: skip
     require(
         not (cfg.reward_url and cfg.reward_model),
         f"reward_url = {cfg.reward_url!r}, reward_model = {cfg.reward_model!r}",
@@ -204,8 +207,6 @@ def check_advantage(cfg: Any) -> None:
             "advantage of its own, and this loss takes one per sequence", "take dapo, or gspo_token")  # fmt: skip
     require(by_token or cfg.kl_estimator != "in_reward", f"kl_estimator = 'in_reward', {given}", "the KL becomes "
             "part of the advantages of tokens", "set advantage_scale to 'reinforce_pp'")  # fmt: skip
-    require(cfg.advantage_scale != "maxrl" or not cfg.overlong_cache, f"{given}, overlong_cache = {cfg.overlong_cache}",
-            "it divides by the mean reward, which penalties would make negative", "leave one of them off")  # fmt: skip
     require(cfg.advantage_scale != "gdpo" or not cfg.reward_url, f"{given}, reward_url = {cfg.reward_url!r}", "a "
             "service returns one score, and this normalises each reward function", "take 'group'")  # fmt: skip
 

@@ -69,7 +69,7 @@ class Config(RewardSettings):
     loss: Loss = "grpo"  # objective, each a function in common/maths/objectives.py; grpo/README.md says when to use it
     epsilon_low: float = 0.0  # lower end of the clip range, 1 - epsilon_low; 0: that of the loss, 0.2 with "grpo"
     epsilon_high: float = 0.0  # its upper end, 1 + epsilon_high; 0: that of the loss, 0.28 with "grpo"
-    advantage_scale: Literal["auto", "group", "batch", "none"] = "auto"  # what advantages are divided by the std of
+    advantage_scale: Literal["auto", "group", "batch", "none", "rloo", "maxrl", "lite_ppo"] = "auto"  # grpo/README.md
     kl_coef: float = 0.0  # weight of the KL to the reference (the starting model, unless refreshed); 0: not loaded
     kl_estimator: Literal["k2", "k3"] = "k3"  # "k3": GRPO paper; "k2" has the gradient of KL(policy, reference)
 
